@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from framework.config.compose import Composed, compose_line
 from framework.config.folders import groups, option_node, options
@@ -67,6 +68,24 @@ def test_what_a_run_computes_is_in_its_id(override: str) -> None:
 def test_commands_that_mean_the_same_are_the_same_run(one: list[str], other: list[str]) -> None:
     assert composed(*one)[:2] == composed(*other)[:2]
     assert run_id(*one) == run_id(*other)
+
+
+@pytest.mark.parametrize("key", ["name", "run.root", "run.dir", "run.mirror", "+tag", "model.width", "seed"])
+def test_what_names_a_run_does_not_change_with_the_time_or_by_chance(key: str) -> None:
+    draw = iter(range(9)).__next__
+    OmegaConf.register_new_resolver("next", draw, use_cache=True, replace=True)
+    for value in ("${now:%H%M%S}", "${now:%Y}", "${next:}", "'${oc.select:missing,${next:}}'"):
+        problems = compose_line([f"{key}={value}"]).problems
+        assert [(problem.key, "would not find its run again" in problem.what) for problem in problems] == [
+            (key.replace("+", "extra."), True)
+        ]
+
+
+@pytest.mark.parametrize("override", [
+    "run.group=${now:%f}", "logger.csv.name=${now:%f}", "name=${oc.env:HOME}", "+tag=${now:fixed}", "name=${run_id:}",
+])  # fmt: skip
+def test_a_value_that_stays_or_does_not_name_the_run_may_be_resolved(override: str) -> None:
+    assert compose_line([override]).problems == []
 
 
 def test_true_is_not_one() -> None:

@@ -2,9 +2,11 @@
 
 import copy
 import io
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +17,18 @@ from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.folders import CONF, config_name, folders, options, own_folder, own_groups
-from framework.config.identity import EXECUTION, flat, identity, is_below
+from framework.config.identity import EXECUTION, execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean
-from framework.runtime.problem import Problem
+from framework.runtime.problem import Problem, shown
 
 
 class Composed(NamedTuple):
@@ -78,6 +81,7 @@ def compose_line(overrides: list[str]) -> Composed:
         plain.setdefault(group, {})
     problems += unresolved
     plain = _without_own_groups(plain)
+    problems += _changing(config, plain)
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be set: it is a hash of the keys that decide the result"
         problems.append(Problem("run.id", what, "set name or run.dir"))
@@ -169,6 +173,29 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             if key == "command line" or not is_new:
                 return {}, problems
             OmegaConf.update(config, key, None)
+
+
+def _changing(config: DictConfig, plain: dict[str, Any]) -> list[Problem]:
+    """Return a problem for each key that names the run or its place, and has another value if the command starts later."""
+    resolvers = set(_RESOLVER.findall(str(OmegaConf.to_container(config))))
+    if all(name in ("run_id", "data") or name.startswith("oc.") for name in resolvers):
+        return []
+    OmegaConf.clear_cache(config)
+    OmegaConf.register_new_resolver("now", lambda pattern: (datetime.now() + _LATER).strftime(pattern), replace=True)
+    try:
+        later = flat(_resolve(config)[0])
+    finally:
+        setup_globals()  # Hydra's own `now`
+    execution = execution_keys(plain)
+    changing = {key: value for key, value in flat(plain).items() if repr(value) != repr(later.get(key))
+                and (key in ("name", "run.root", "run.dir", "run.mirror") or not is_below(key, execution))}  # fmt: skip
+    what = "{}, and later another value: the same command would not find its run again"
+    problems = [Problem(key, what.format(shown(value)), "a fixed value") for key, value in changing.items()]
+    return [problem for problem in problems if problem.key != "run.dir"] or problems  # it contains the name and the id
+
+
+_RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")  # in `${now:%Y}`
+_LATER = timedelta(days=400, hours=13, minutes=1, seconds=1, microseconds=1)  # each part of a date and a time differs
 
 
 def resolve_text(text: str) -> str:
