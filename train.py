@@ -3,6 +3,10 @@
 import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+
+if sys.flags.safe_path:  # with PYTHONSAFEPATH or -P, Python does not search the folder of this file
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from framework.runtime.program import fix_hashes
 

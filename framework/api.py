@@ -21,6 +21,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.problem import Problem
+from framework.runtime.program import start_problems
 
 
 class ConfigurationError(ValueError):
@@ -81,6 +82,8 @@ def compose(*overrides: str) -> RunConfig:
 
     No model is built. Raise ConfigurationError for problems that are visible without a model; `run` finds the others.
     """
+    if problems := start_problems():
+        raise ConfigurationError(problems)
     checked = checked_line(list(overrides))
     if checked.config is None:
         raise ConfigurationError(checked.problems)

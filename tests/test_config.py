@@ -137,7 +137,7 @@ def test_every_option_fits_the_schema(group: str, option: str) -> None:
 
 
 def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:
-    config = checked("optimizer.lr=3", "model.channels=[4,8]")
+    config = checked("optimizer.lr=3", "model.channels=[4,8]", "+names={0: a, x: b, true: c}")
     frozen = freeze(config.plain(), tmp_path)
     assert thaw(frozen) == config
     frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
