@@ -5,8 +5,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-if sys.flags.safe_path:  # with PYTHONSAFEPATH or -P, Python does not search the folder of this file
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
+if (folder := str(Path(__file__).resolve().parent)) not in sys.path:  # with PYTHONSAFEPATH or -P, Python leaves it out
+    sys.path.insert(0, folder)
 
 from framework.runtime.program import fix_hashes
 

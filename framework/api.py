@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.cli.run import checked_line, start
-from framework.config.compose import compose_line
+from framework.config.compose import compose_line, forget_files
 from framework.config.frozen_file import recall
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig, completed
@@ -84,6 +84,7 @@ def compose(*overrides: str) -> RunConfig:
     """
     if problems := start_problems():
         raise ConfigurationError(problems)
+    forget_files()
     checked = checked_line(list(overrides))
     if checked.config is None:
         raise ConfigurationError(checked.problems)

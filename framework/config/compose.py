@@ -22,7 +22,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.config.folders import CONF, config_name, folders, options, own_folder, own_groups
+from framework.config.code import find_module
+from framework.config.folders import CONF, config_name, defaults_in, folders, options, own_folder, own_groups
 from framework.config.identity import EXECUTION, execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
@@ -50,6 +51,13 @@ class _OwnFolder(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if (own := own_folder()) is not None:
             search_path.prepend("own", f"file://{own}", anchor="main")
+
+
+def forget_files() -> None:
+    """Read the files again for the next composition: a program that lives on may have edited them."""
+    _composed.cache_clear()
+    defaults_in.cache_clear()
+    find_module.cache_clear()
 
 
 def prepare_hydra() -> None:

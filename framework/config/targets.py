@@ -73,7 +73,6 @@ def component(node: Node, **given: Any) -> Callable[..., Any]:
     return functools.partial(locate(node["_target_"]), *map(build, node.get("_args_", ())), **values)
 
 
-@functools.cache
 def _makers(target: str) -> frozenset[str]:
     """Return the arguments with the type of a function without arguments, or of such a function or None."""
 
@@ -116,7 +115,6 @@ class Signature:
         return [name for name, argument in self.arguments.items() if argument.default is inspect.Parameter.empty]
 
 
-@functools.cache
 def signature_of(target: str, *, group: str = "") -> Signature:
     """Return the arguments that a component of this group takes from its node. Raise ValueError as `locate` does.
 

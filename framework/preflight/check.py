@@ -19,7 +19,17 @@ from framework.config.frozen_file import frozen_run_id
 from framework.config.identity import execution_keys, is_below
 from framework.config.model_keys import parts_problems
 from framework.config.modes import MODES
-from framework.config.schema import COMPONENTS, OF_DATA, OWN, SEVERAL, CheckpointSection, Node, RunSection, TrainerSection
+from framework.config.schema import (
+    COMPONENTS,
+    OF_DATA,
+    OWN,
+    SEVERAL,
+    CheckpointSection,
+    Node,
+    RunSection,
+    TrainerSection,
+    targets_in,
+)
 from framework.config.targets import locate
 from framework.config.validation import component_problems, validate
 from framework.data.source import Dataset
@@ -75,8 +85,12 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft.problems = list(first.values())
     if not draft.problems:
         draft.change("model", components.with_init_digest)
-    if imports and (config := draft.config) is not None:
-        code_of(config.targets())  # in a sweep or a notebook, the modules must not count as the modules of another run
+    if imports:
+        # in a sweep or a notebook, the modules must not count as the modules of another run, and may be older than their files
+        draft.add(
+            Problem("run.code", f"{line}: the file has changed since this process imported it", "a new process, or a reload")
+            for line in code_of(targets_in(draft.fields)).edited
+        )
     return draft
 
 
