@@ -19,7 +19,8 @@ from framework.config.help import help_text
 from framework.config.identity import flat
 from framework.config.schema import COMPONENTS, OWN
 from framework.config.validation import component_problems, validate
-from tests.harness import assert_same_bits, checked, finished
+from framework.sweep.line import read
+from tests.harness import Says, assert_same_bits, checked, finished
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -123,6 +124,76 @@ def test_a_null_becomes_a_component_in_any_order() -> None:
     for line in (hook, hook[::-1]):
         composed = compose_line(["parallel=ddp", *line])
         assert composed.problems == [] and composed.config["parallel"]["hook"] == {"_target_": "a.B", "factor": 1}
+
+
+@pytest.fixture
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options named like numbers and words of YAML, and a group in the group `model`."""
+    files = {
+        "big": "defaults: [{encoder: small}, _self_]\n_target_: a.Net\n",
+        "encoder/small": "width: 3\n",
+        "encoder/large": "width: 9\n",
+    }
+    files |= {name: f"_target_: a.Net\nwidth: '{name}'\n" for name in ("50", "1e3", "true", "null", "a b")}
+    for name, text in files.items():
+        path = tmp_path / "conf" / "model" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+BIG, NET = ["model=big", "model/encoder=large"], {"_target_": "a.Net"}
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(("line", "model"), [
+    (["model=big"], NET | {"encoder": {"width": 3}}),
+    (BIG, NET | {"encoder": {"width": 9}}),
+    (BIG[::-1], NET | {"encoder": {"width": 9}}),
+    (["model=big", "model/encoder@model.encoder=large"], NET | {"encoder": {"width": 9}}),
+    (["model=big", "+model/encoder@model.other=large"], NET | {"encoder": {"width": 3}, "other": {"width": 9}}),
+    ([*BIG, "model.encoder.width=4"], NET | {"encoder": {"width": 4}}),
+    (["model=big", "~model/encoder"], NET),
+    *(([f"model={word}"], NET | {"width": word}) for word in ("50", "1e3", "true")),
+    (["model='null'"], NET | {"width": "null"}),
+])  # fmt: skip
+def test_groups_in_groups_and_options_named_like_numbers(line: list[str], model: dict[str, Any]) -> None:
+    assert composed_model(*line) == model
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(("line", "words"), [
+    (BIG[1:], "model/encoder=large: defaults"),
+    (["model=big", "model/encoder=lrge"], "model/encoder: did you mean large"),
+    (["model=big", "model/encoder=null"], "model/encoder: did you mean ~model/encoder"),
+    (["model=big", "model.encoder=large"], "model.encoder: did you mean model/encoder=large"),
+    (["model=null"], "model: did you mean \"model='null'\""),
+    (["model=1000.0"], "model: did you mean \"model='1e3'\""),
+])  # fmt: skip
+def test_a_choice_that_is_not_possible_has_its_remedy(line: list[str], words: str) -> None:
+    (problem,) = compose_line(line).problems
+    assert str(problem) == Says(words)
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(("swept", "widths"), [
+    (["model/encoder=small,large"], [3, 9]),
+    (["model/encoder@model.encoder=small,large"], [3, 9]),
+    (["+model/encoder@model.encoder.deep=small,large"], [3, 3]),
+])  # fmt: skip
+def test_a_group_in_a_group_can_be_swept(swept: list[str], widths: list[int]) -> None:
+    multirun, problems = read(["model=big", *swept])
+    assert problems == []
+    lines = [multirun.line(values) for values in multirun.space.combinations()]
+    assert [composed_model(*line)["encoder"]["width"] for line in lines] == widths
+
+
+@pytest.mark.usefixtures("own_models")
+def test_options_named_like_numbers_can_be_swept() -> None:
+    multirun, problems = read(["model=50,'1e3'"])
+    assert problems == []
+    lines = [multirun.line(values) for values in multirun.space.combinations()]
+    assert [composed_model(*line)["width"] for line in lines] == ["50", "1e3"]
 
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in groups() for option in options(group)])

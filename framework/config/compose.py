@@ -122,7 +122,8 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
         if options("resources") and "resources" in chosen_by_default() and config.launch.kind != "slurm":
             config = _compose([*choices, "~resources"])
     except Exception as error:  # Hydra, OmegaConf and PyYAML may raise almost any error for a faulty file
-        return OmegaConf.create(), [], [*problems, Problem(" ".join(choices) or "conf", one_line(error))]
+        blamed = [choice for choice in choices if _composes([other for other in choices if other != choice])]
+        return OmegaConf.create(), [], [*problems, Problem(" ".join(blamed or choices) or "conf", one_line(error))]
     OmegaConf.set_struct(config, False)
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))
@@ -139,6 +140,14 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
         else:
             problems += apply(config, override)
     return config, known, problems
+
+
+def _composes(choices: list[str]) -> bool:
+    try:
+        _compose(choices)
+    except Exception:
+        return False
+    return True
 
 
 def _compose(choices: list[str], *, with_hydra: bool = False) -> DictConfig:
