@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Iterator
-from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -15,7 +14,7 @@ from framework.config.folders import groups, options
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig, Section, section_of
 from framework.config.section import LARGEST
 from framework.config.spelling import did_you_mean, done_here, nearest
-from framework.config.targets import HYDRAS, arguments_of, nodes_in
+from framework.config.targets import HYDRAS, UNIONS, arguments_of, as_node, nodes_in
 from framework.runtime.problem import Problem, shown
 from framework.runtime.program import typed_override
 
@@ -70,8 +69,12 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
             problems.append(Problem(f"{key}.{flag}", f"{shown(node[flag])} is not valid", "true or false"))
     if node.get("_partial_") and key in ("model", "dataset", "task"):
         problems.append(Problem(f"{key}._partial_", "true gives a function, but the run needs its result", "without it"))
-    values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
+    if (convert := node.get("_convert_", "all")) not in _CONVERT:
+        problems.append(Problem(f"{key}._convert_", f"{shown(convert)} is not valid", f"one of {', '.join(_CONVERT)}"))
     is_nested = node.get("_recursive_", True)
+    node = {name: as_node(value, signature.arguments[name].annotation) if name in signature.arguments and is_nested else value
+            for name, value in node.items()}  # fmt: skip
+    values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
     apart = ("turns",) if "turns" in own else ()  # their nodes get the same arguments as the run's own optimizer and schedule
     inner = {name: list(nodes_in(value, f"{key}.{name}")) for name, value in node.items() if is_nested and name not in apart}
     others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
@@ -96,6 +99,7 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     return problems + [Problem(f"{key}.{name}", "is missing", f"{node['_target_']} needs it") for name in missing]
 
 
+_CONVERT = ("none", "partial", "all", "object")
 _PLAIN = (int, float, bool, str, list, dict, type(None))
 
 
@@ -201,8 +205,6 @@ def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
 
 
 # --- types in messages: their names, and the value of a type that the user probably meant
-
-UNIONS = (UnionType, Union)  # typing.Union, if a member is a Literal or Annotated
 
 _NAMES = {
     int: "an integer",
