@@ -1,5 +1,6 @@
 """Components: what a target gets for a mapping or a list, and which keys it takes."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from omegaconf import DictConfig, ListConfig
 
 from framework.config.targets import component
-from framework.config.validation import component_problems
+from framework.config.validation import component_problems, problems_of_build
 from tests.harness import Says
 
 
@@ -73,3 +74,52 @@ def test_a_dataclass_gets_its_own_class() -> None:
 ])  # fmt: skip
 def test_dataclasses_and_convert_are_checked(node: dict[str, Any], lines: list[str]) -> None:
     assert sorted(problems(**node)) == [Says(line) for line in lines]
+
+
+def shown_less(takes: Any) -> Any:
+    """A decorator that takes everything; signatures follow `__wrapped__`."""
+
+    @functools.wraps(takes)
+    def call(*args: Any, **given: Any) -> Any:
+        more = given.pop("more", None)
+        return (takes(*args, **given), more)
+
+    return call
+
+
+@shown_less
+def hiding(width: int = 8) -> int:
+    return width
+
+
+@shown_less
+def holding(inner: Any = None, width: int = 8) -> Any:
+    return inner
+
+
+HIDING, HOLDING = "tests.test_targets.hiding", "tests.test_targets.holding"
+
+
+@pytest.mark.parametrize(("node", "lines"), [
+    ({"more": 1}, []),
+    ({"widht": 1}, ["model.any.widht: unknown key ... did you mean model.any.width?"]),
+    ({"more": 1, "_partial_": True}, ["model.any.more: unknown key"]),
+    ({"width": "x"}, ["model.any.width: 'x' is not valid"]),
+    ({"unheard": 1}, []),
+])  # fmt: skip
+def test_a_key_that_a_signature_hides_may_exist_in_an_inner_node(node: dict[str, Any], lines: list[str]) -> None:
+    model = {"_target_": PATH, "any": {"_target_": HIDING, **node}}
+    assert [str(problem) for problem in component_problems("model", model, known=[], may_hide=True)] == [
+        Says(line) for line in lines
+    ]
+
+
+def test_what_the_callable_does_not_take_is_an_unknown_key() -> None:
+    assert kept(any={"_target_": HIDING, "more": 1})["any"] == (8, 1)
+    model = {"_target_": PATH, "any": [{"_target_": HOLDING, "inner": {"_target_": HIDING, "unheard": 1}}]}
+    with pytest.raises(TypeError, match="unheard") as caught:
+        component(model)()
+    (problem,) = problems_of_build("model", model, caught.value)
+    assert str(problem) == Says("model.any[0].inner.unheard: unknown key")
+    (other,) = problems_of_build("model", model, TypeError("got an unexpected keyword argument 'of_something_else'"))
+    assert other.key == "model"

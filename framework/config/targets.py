@@ -179,6 +179,14 @@ def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
     return parameters[:-1] + [inspect.Parameter(n, kind, annotation=a, default=defaults[n]) for n, a in options.items()]
 
 
+def hides_keys(target: str) -> bool:
+    """Return whether a target may take keys that are not in its signature: a decorator or a library has replaced it."""
+    found = locate(target)
+    called = [getattr(found, name) for name in ("__init__", "__new__")] if isinstance(found, type) else [found]
+    codes = [one.__code__ for one in called if hasattr(one, "__code__")]
+    return any(code.co_flags & inspect.CO_VARKEYWORDS for code in codes)
+
+
 def arguments_of(node: Node, *, group: str) -> Signature:
     """Return the arguments that remain for the node's keys after its positional `_args_`."""
     signature = signature_of(str(node.get("_target_")), group=group)

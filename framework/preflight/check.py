@@ -31,7 +31,7 @@ from framework.config.schema import (
     targets_in,
 )
 from framework.config.targets import locate
-from framework.config.validation import component_problems, validate
+from framework.config.validation import component_problems, problems_of_build, validate
 from framework.data.source import Dataset
 from framework.preflight.monitors import directed, monitors_are_metrics
 from framework.preflight.processes import backend_problems, device_problems, open_files_problems, with_processes
@@ -134,7 +134,7 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
     except StoreFailed as failure:
         return None, [Problem("dataset", str(failure), "the same command, later", code=Exit.DISK)]
     except (Exception, SystemExit) as error:  # the constructor refuses the arguments
-        return None, [Problem.of_error("dataset", error)]
+        return None, problems_of_build("dataset", dataset, error, own=OF_DATA)
     if missing := ", ".join(
         name for name in ("info", "problems()", "load()", "transform()") if name.rstrip("()") not in dir(built)
     ):
@@ -143,7 +143,7 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
 
 
 def _check_data(draft: Draft, *, known: list[str], needs_splits: bool) -> list[Problem]:
-    if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known, own=OF_DATA)):
+    if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known, own=OF_DATA, may_hide=True)):
         return problems
     dataset, problems = draft.call(_build_dataset, otherwise=(None, []))
     if dataset is None:
@@ -175,7 +175,9 @@ def _check_task(node: Node, made_for: str | None) -> list[Problem]:
 def _check_components(draft: Draft, *, known: list[str]) -> list[Problem]:
     problems = parts_problems(draft.fields.get("model", {}).get("parts"))
     for group in (group for group in COMPONENTS if draft.fields.get(group) and group != "dataset"):
-        problems += component_problems(group, draft.fields[group], known=known, own=OWN.get(group, ()))
+        problems += component_problems(
+            group, draft.fields[group], known=known, own=OWN.get(group, ()), may_hide=group in ("model", "task")
+        )
     problems += draft.call(lambda optimizer: _problems_of_turns(optimizer, known=known), otherwise=[])
     return problems + _problems_of_several(draft, SEVERAL, known=known)
 
