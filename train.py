@@ -3,6 +3,10 @@
 import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+
+if (folder := str(Path(__file__).resolve().parent)) not in sys.path:  # with PYTHONSAFEPATH or -P, Python leaves it out
+    sys.path.insert(0, folder)
 
 from framework.runtime.program import fix_hashes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.cli.run import checked_line, start
-from framework.config.compose import compose_line
+from framework.config.compose import compose_line, forget_files
 from framework.config.frozen_file import recall
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig, completed
@@ -21,6 +21,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.problem import Problem
+from framework.runtime.program import start_problems
 
 
 class ConfigurationError(ValueError):
@@ -81,6 +82,9 @@ def compose(*overrides: str) -> RunConfig:
 
     No model is built. Raise ConfigurationError for problems that are visible without a model; `run` finds the others.
     """
+    if problems := start_problems():
+        raise ConfigurationError(problems)
+    forget_files()
     checked = checked_line(list(overrides))
     if checked.config is None:
         raise ConfigurationError(checked.problems)

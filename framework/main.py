@@ -21,7 +21,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.runtime.program import end_process, keep_cuda_for_children
+from framework.runtime.program import end_process, keep_cuda_for_children, start_problems
 
 _PACKAGED = Path(__file__).with_name("project")  # the folder in an installation
 TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
@@ -31,6 +31,9 @@ def main(arguments: list[str]) -> int:
     """Run a command line and return the exit code."""
     begin_program()
     keep_cuda_for_children()
+    if problems := start_problems():
+        print(*problems, sep="\n", file=sys.stderr)
+        return Exit.CONFIGURATION
     if arguments and (path := _COMMANDS.get(arguments[0])):
         code: int = locate(path)(arguments[1:])
         return code

@@ -20,7 +20,7 @@ from framework.config.overrides import parse
 from framework.main import init
 from framework.runtime.exits import Exit
 from framework.runtime.program import typed_override
-from tests.harness import slow_but
+from tests.harness import Says, slow_but
 from tests.test_malformed import REPOSITORY
 
 TRAIN = f"{sys.executable} {REPOSITORY / 'train.py'}"
@@ -314,3 +314,20 @@ def test_hashes_of_text_are_the_same_in_every_start(tmp_path: Path) -> None:
         row = json.loads((tmp_path / start / "metrics.jsonl").read_text().splitlines()[-1])
         losses.add(row["loss"])
     assert len(losses) == 1
+
+
+@pytest.mark.parametrize(("variables", "words"), [
+    ("PYTHONOPTIMIZE=2", "python -O: assert unset PYTHONOPTIMIZE"),
+    ("RANK=1 WORLD_SIZE=2", "RANK: MASTER_ADDR unset RANK WORLD_SIZE"),
+    ("RANK=1 WORLD_SIZE=2 MASTER_PORT=29500", "RANK: MASTER_ADDR unset RANK WORLD_SIZE"),
+    ("LOCAL_RANK=1", "LOCAL_RANK: MASTER_ADDR unset LOCAL_RANK"),
+])  # fmt: skip
+def test_what_no_command_can_start_with_is_said_in_one_line_at_once(variables: str, words: str, tmp_path: Path) -> None:
+    done = shell(f"export {variables}; train 'model={{_target_: a.Net, width: [1]}}' mode=plan", directory=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
+    assert done.stderr == Says(words)
+
+
+def test_python_need_not_search_the_folder_of_a_program(tmp_path: Path) -> None:
+    done = shell("export PYTHONSAFEPATH=1; train --version; RANK=0 WORLD_SIZE=1 train --version", directory=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, 2 * (version_text(__version__) + "\n"), "")

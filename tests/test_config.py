@@ -6,9 +6,11 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from framework.config.compose import Composed, compose_line
 from framework.config.folders import groups, option_node, options
@@ -17,7 +19,8 @@ from framework.config.help import help_text
 from framework.config.identity import flat
 from framework.config.schema import COMPONENTS, OWN
 from framework.config.validation import component_problems, validate
-from tests.harness import assert_same_bits, checked, finished
+from framework.sweep.line import read
+from tests.harness import Says, assert_same_bits, checked, finished
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -68,8 +71,129 @@ def test_commands_that_mean_the_same_are_the_same_run(one: list[str], other: lis
     assert run_id(*one) == run_id(*other)
 
 
+@pytest.mark.parametrize("key", ["name", "run.root", "run.dir", "run.mirror", "+tag", "model.width", "seed"])
+def test_what_names_a_run_does_not_change_with_the_time_or_by_chance(key: str) -> None:
+    draw = iter(range(9)).__next__
+    OmegaConf.register_new_resolver("next", draw, use_cache=True, replace=True)
+    for value in ("${now:%H%M%S}", "${now:%Y}", "${next:}", "'${oc.select:missing,${next:}}'"):
+        problems = compose_line([f"{key}={value}"]).problems
+        assert [(problem.key, "would not find its run again" in problem.what) for problem in problems] == [
+            (key.replace("+", "extra."), True)
+        ]
+
+
+@pytest.mark.parametrize("override", [
+    "run.group=${now:%f}", "logger.csv.name=${now:%f}", "name=${oc.env:HOME}", "+tag=${now:fixed}", "name=${run_id:}",
+])  # fmt: skip
+def test_a_value_that_stays_or_does_not_name_the_run_may_be_resolved(override: str) -> None:
+    assert compose_line([override]).problems == []
+
+
 def test_true_is_not_one() -> None:
     assert run_id("optimizer=sgd", "optimizer.nesterov=true") != run_id("optimizer=sgd", "optimizer.nesterov=false")
+
+
+def composed_model(*line: str) -> dict[str, Any]:
+    composed = compose_line([*line])
+    assert composed.problems == []
+    return composed.config["model"]
+
+
+@pytest.mark.parametrize(("line", "model"), [
+    (["model={_target_: a.A, width: 1}", "model._target_=a.B"], {"_target_": "a.B", "width": 1}),
+    (["model._target_=a.B", "model={_target_: a.A, width: 1}"], {"_target_": "a.A", "width": 1}),
+    (["model._target_=a.A", "model={_target_: a.B}", "model._target_=a.C"], {"_target_": "a.C"}),
+    (["model.width=1", "model._target_=a.A"], {"_target_": "a.A", "width": 1}),
+    (["model.width=1", "model={_target_: a.A}"], {"_target_": "a.A", "width": 1}),
+    (["model._target_=a.A", "model.width=1", "model.width=2"], {"_target_": "a.A", "width": 2}),
+    (["model._target_=a.A", "~model._target_", "model={_target_: a.B}"], {"_target_": "a.B"}),
+    (["model._target_=a.A", "model.act={_target_: a.B, x: 1}", "model.act._target_=a.C"],
+     {"_target_": "a.A", "act": {"_target_": "a.C", "x": 1}}),
+    (["model.act.x=1", "model={_target_: a.A, act: {_target_: a.B}}"], {"_target_": "a.A", "act": {"_target_": "a.B", "x": 1}}),
+])  # fmt: skip
+def test_overrides_are_applied_in_their_order(line: list[str], model: dict[str, Any]) -> None:
+    assert composed_model(*line) == model
+
+
+def test_a_target_that_comes_back_keeps_the_keys_of_its_file() -> None:
+    assert composed_model("model._target_=a.A", "model._target_=models.cnn.CNN") == composed_model()
+
+
+def test_a_null_becomes_a_component_in_any_order() -> None:
+    hook = ["parallel.hook.factor=1", "parallel.hook._target_=a.B"]
+    for line in (hook, hook[::-1]):
+        composed = compose_line(["parallel=ddp", *line])
+        assert composed.problems == [] and composed.config["parallel"]["hook"] == {"_target_": "a.B", "factor": 1}
+
+
+@pytest.fixture
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options named like numbers and words of YAML, and a group in the group `model`."""
+    files = {
+        "big": "defaults: [{encoder: small}, _self_]\n_target_: a.Net\n",
+        "encoder/small": "width: 3\n",
+        "encoder/large": "width: 9\n",
+    }
+    files |= {name: f"_target_: a.Net\nwidth: '{name}'\n" for name in ("50", "1e3", "true", "null", "a b")}
+    for name, text in files.items():
+        path = tmp_path / "conf" / "model" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+BIG, NET = ["model=big", "model/encoder=large"], {"_target_": "a.Net"}
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(("line", "model"), [
+    (["model=big"], NET | {"encoder": {"width": 3}}),
+    (BIG, NET | {"encoder": {"width": 9}}),
+    (BIG[::-1], NET | {"encoder": {"width": 9}}),
+    (["model=big", "model/encoder@model.encoder=large"], NET | {"encoder": {"width": 9}}),
+    (["model=big", "+model/encoder@model.other=large"], NET | {"encoder": {"width": 3}, "other": {"width": 9}}),
+    ([*BIG, "model.encoder.width=4"], NET | {"encoder": {"width": 4}}),
+    (["model=big", "~model/encoder"], NET),
+    *(([f"model={word}"], NET | {"width": word}) for word in ("50", "1e3", "true")),
+    (["model='null'"], NET | {"width": "null"}),
+])  # fmt: skip
+def test_groups_in_groups_and_options_named_like_numbers(line: list[str], model: dict[str, Any]) -> None:
+    assert composed_model(*line) == model
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(("line", "words"), [
+    (BIG[1:], "model/encoder=large: defaults"),
+    (["model=big", "model/encoder=lrge"], "model/encoder: did you mean large"),
+    (["model=big", "model/encoder=null"], "model/encoder: did you mean ~model/encoder"),
+    (["model=big", "model.encoder=large"], "model.encoder: did you mean model/encoder=large"),
+    (["model=null"], "model: did you mean \"model='null'\""),
+    (["model=1000.0"], "model: did you mean \"model='1e3'\""),
+])  # fmt: skip
+def test_a_choice_that_is_not_possible_has_its_remedy(line: list[str], words: str) -> None:
+    (problem,) = compose_line(line).problems
+    assert str(problem) == Says(words)
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize(("swept", "widths"), [
+    (["model/encoder=small,large"], [3, 9]),
+    (["model/encoder@model.encoder=small,large"], [3, 9]),
+    (["+model/encoder@model.encoder.deep=small,large"], [3, 3]),
+])  # fmt: skip
+def test_a_group_in_a_group_can_be_swept(swept: list[str], widths: list[int]) -> None:
+    multirun, problems = read(["model=big", *swept])
+    assert problems == []
+    lines = [multirun.line(values) for values in multirun.space.combinations()]
+    assert [composed_model(*line)["encoder"]["width"] for line in lines] == widths
+
+
+@pytest.mark.usefixtures("own_models")
+def test_options_named_like_numbers_can_be_swept() -> None:
+    multirun, problems = read(["model=50,'1e3'"])
+    assert problems == []
+    lines = [multirun.line(values) for values in multirun.space.combinations()]
+    assert [composed_model(*line)["width"] for line in lines] == ["50", "1e3"]
 
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in groups() for option in options(group)])
@@ -84,7 +208,7 @@ def test_every_option_fits_the_schema(group: str, option: str) -> None:
 
 
 def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:
-    config = checked("optimizer.lr=3", "model.channels=[4,8]")
+    config = checked("optimizer.lr=3", "model.channels=[4,8]", "+names={0: a, x: b, true: c}")
     frozen = freeze(config.plain(), tmp_path)
     assert thaw(frozen) == config
     frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))

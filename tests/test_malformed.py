@@ -146,7 +146,7 @@ MALFORMED: dict[str, list[str]] = {
     "optimizer=[adamw,sgd]": ["optimizer: ['adamw', 'sgd'] is not valid (one option, as in optimizer=adam)"],
     "logger=[tensorboard,wand]": [f"logger: no option 'wand' ({one_of('logger')}; did you mean wandb?)"],
     "model/cnn=1": ["model/cnn: unknown group (did you mean model?)"],
-    "model@x=cnn": ["model@x: unknown group (did you mean model?)"],
+    "model@x=cnn": [Says("model@x=cnn: ... Did you mean to override model ... +model@x=cnn")],
     # syntax
     "resnet": ["resnet: is not key=value (did you mean model=resnet?)"],
     "seed": ["seed: is not key=value (did you mean seed=VALUE?)"],

@@ -1,16 +1,21 @@
 """Code is part of a run: a record of each start, and no run goes on, or counts as finished, with other code unless it is accepted."""
 
 import ast
+import importlib
 import json
 import os
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import framework.runs.provenance
-from framework.config.code import changed, functions_of
+from framework.api import ConfigurationError, compose
+from framework.cli.run import checked_line
+from framework.config.code import changed, code_of, functions_of
 from framework.runs.provenance import git_state
 from tests.harness import Ended, Says, typed
 from tests.test_loggers import OFFLINE, wandb_files, wandb_records
@@ -140,6 +145,39 @@ def test_a_job_s_code_does_not_have_the_modules_of_other_jobs(folder: Path) -> N
     edit(folder, "torch.tanh", "torch.relu", file="other.py")
     alone = run(folder, "model=net", "trainer.max_steps=1")
     assert alone.code == 0 and "finished already" in alone.output
+
+
+def test_code_that_was_edited_after_its_import_is_not_run_under_the_new_code_s_name(folder: Path) -> None:
+    """A notebook's second run, and the later jobs of a sweep: this process has the old code."""
+
+    def import_and_edit(file: str, new: str) -> Callable[[], None]:
+        def act() -> None:
+            assert checked_line([*LINE, "seed=1"]).problems == []
+            edit(folder, *new.split("|"), file=file)
+
+        return act
+
+    assert run(folder, before=import_and_edit("net.py", '"""A model."""|"""A comment."""')).code == 0
+    for file, new, named in (("net.py", "tanh|relu", "net.py: Net.forward"), ("helpers.py", "12|16", "helpers.py: width")):
+        refused = run(folder, "seed=1", before=import_and_edit(file, new))
+        assert refused.code == 78
+        assert refused.output == Says(f"run.code: {named} ... imported ... new process ... reload")
+
+
+def test_a_program_that_lives_on_has_the_files_as_they_are(folder: Path) -> None:
+    def notebook() -> None:
+        compose(*LINE)
+        before = code_of(["net.Net"])
+        edit(folder, "num_classes: int = 10", "num_classes: int = 10, depth: int = 1")
+        (folder / "conf/model/net.yaml").write_text("_target_: net.Net\ndepth: 2\n")
+        with pytest.raises(ConfigurationError, match="net.py: Net.__init__"):
+            compose(*LINE)
+        assert code_of(["net.Net"]).digest == before.digest, "what is imported is recorded"
+        importlib.reload(sys.modules["net"])
+        assert compose(*LINE).model["depth"] == 2
+        assert code_of(["net.Net"]).digest != before.digest
+
+    assert typed("--version", directory=folder, before=notebook).code == 0
 
 
 def stop_after_3() -> None:

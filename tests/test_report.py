@@ -146,8 +146,8 @@ def test_the_first_columns_are_the_results_and_what_was_swept(page: Page) -> Non
     assert page.heads() == ["run", "state", "best val/loss", "last val/loss", "time", "optimizer.lr"]
     assert page.column("run") == ["second", "first", "third"]  # the best first, the others' folder left out
     assert page.column("state") == ["preempted"] * 3
-    assert page.column("optimizer.lr") == ["0.1", "1", "0.01"]  # 0.1 ** 2, whose last digits are under the mouse
-    assert [cell.get_attribute("title") for cell in page.find("#table td:last-child")] == ["0.1", "1", "0.010000000000000002"]
+    assert page.column("optimizer.lr") == ["0.1", "1.0", "0.01"]  # 0.1 ** 2, whose last digits are under the mouse
+    assert [cell.get_attribute("title") for cell in page.find("#table td:last-child")] == ["0.1", "1.0", "0.010000000000000002"]
     assert page.column("best val/loss") == ["★ 0.5000", "1.0000", "1.5000"]
     assert [cell.text for cell in page.find("#table td small")] == ["@30", "@20", "@20"]
     assert page.column("last val/loss") == ["0.5000", "2.0000", "1.6000"]

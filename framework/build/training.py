@@ -18,7 +18,6 @@ from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
 from framework.config.code import own_modules
 from framework.config.init_from import entries_of
-from framework.config.renamed import first_target
 from framework.config.schema import RunConfig
 from framework.config.targets import component, locate
 from framework.data.loader import Loader, Splits, load_shared
@@ -219,7 +218,7 @@ class Builder:
         order = splits.loader("train").order
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
         update = self.update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
-        facts = order.facts | store_facts(config.dataset) | {"optimizer": first_target(config.optimizer["_target_"])}
+        facts = order.facts | store_facts(config.dataset) | {"optimizer": config.optimizer["_target_"]}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
             world=world,

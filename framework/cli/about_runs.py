@@ -12,14 +12,14 @@ from framework.cli.run_lines import aligned, command_of, items_of, label_of, met
 from framework.cli.why import patch_of, why
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
-from framework.config.identity import EXECUTION, is_below
+from framework.config.identity import is_below
 from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import last_rows
 from framework.runs.report import find_runs, number, printable
-from framework.runs.settings import settings_of
+from framework.runs.settings import execution_of, settings_of
 from framework.runtime.exits import Exit
 from framework.runtime.problem import Problem
 from framework.runtime.program import typed_override
@@ -115,7 +115,7 @@ def _settings(path: Path, *, is_execution: bool) -> list[tuple[str, str]]:
         return [("?", str(error))]
     hidden = ("run.id", "run.dir", "run.root", "run.draws")
     keys = [key for key, value in own.items() if value != defaults.get(key, "null") and key not in hidden]
-    return [(key, own[key]) for key in keys if is_below(key, EXECUTION) == is_execution]
+    return [(key, own[key]) for key in keys if is_below(key, execution_of(own)) == is_execution]
 
 
 def _execution(summary: dict[str, Any], start: dict[str, Any]) -> list[tuple[str, str]]:

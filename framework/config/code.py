@@ -20,7 +20,6 @@ from types import MappingProxyType, ModuleType
 
 from framework.config.folders import ROOT, enter_project
 from framework.config.frozen_file import digest_of
-from framework.config.renamed import current_target
 from framework.config.schema import DOTTED
 
 TOP_LEVEL = "the top level"
@@ -29,15 +28,20 @@ _FRAMEWORK = Path(__file__).resolve().parents[1]
 Functions = dict[str, str]  # the hash of each function's code, by the function's name in its module
 _loaded_before: set[str] = set()  # modules of the program that calls this framework
 _reached: set[str] = set()  # modules that the imports of a component have reached, in this run or in another run
+_imported_from: dict[str, tuple[ModuleSpec, Functions]] = {}  # loaded modules, with their code when they were seen first
 
 
 @dataclass(frozen=True)
 class Code:
-    """The user's modules that a run's components reach, by name, and the other packages that these modules import."""
+    """The user's modules that a run's components reach, by name, and the other packages that these modules import.
+
+    For a loaded module, this is the code that the process executes. `edited` names what its file has changed since.
+    """
 
     modules: Mapping[str, Functions]
     packages: frozenset[str]
     folders: tuple[str, ...] = ()  # the folders of these modules
+    edited: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -53,8 +57,8 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
     """
     enter_project()
     searched, found_in = tuple(folders), set[str]()
-    waiting = [name for target in targets for name in _prefixes(current_target(target))]
-    modules: dict[str, Functions] = {}
+    waiting = [name for target in targets for name in _prefixes(target)]
+    files: dict[str, Functions] = {}
     packages: set[str] = set()
     seen: set[str] = set()
     while waiting:
@@ -62,7 +66,7 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         if name in seen:
             continue
         seen.add(name)
-        spec = _find(name, searched)
+        spec = find_module(name, searched)
         if spec is None:
             continue
         if spec.origin is None or not _is_users(Path(spec.origin)):
@@ -71,15 +75,31 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         if "." not in name:
             found_in.add(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
         package = name if spec.submodule_search_locations else name.rpartition(".")[0]
-        modules[name], imported = _read(Path(spec.origin).read_bytes(), package=package)
+        files[name], imported = _read(Path(spec.origin).read_bytes(), package=package)
         waiting += imported
-    _reached.update(modules)
-    for name in loaded.keys() - modules.keys():
-        spec = _find(name, searched)
+    _reached.update(files)
+    for name in loaded.keys() - files.keys():
+        spec = find_module(name, searched)
         origin = Path(loaded[name] if spec is None or spec.origin is None else spec.origin)
         if origin.is_file():
-            modules[name], _ = _read(origin.read_bytes(), package="")
-    return Code(modules, frozenset(packages - {"framework"} - sys.stdlib_module_names), tuple(sorted(found_in)))
+            files[name], _ = _read(origin.read_bytes(), package="")
+    modules = {name: _executed(name, functions) for name, functions in files.items()}
+    packages -= {"framework"} | sys.stdlib_module_names
+    return Code(modules, frozenset(packages), tuple(sorted(found_in)), tuple(changed(modules, files)))
+
+
+def _executed(name: str, functions: Functions) -> Functions:
+    """Return the code that this process executes as a module. `functions` is the code in the module's file now.
+
+    A reload gives a module a new spec. A module of this name may have been loaded from another folder.
+    """
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is None:
+        return functions
+    if name not in _imported_from or _imported_from[name][0] is not spec:
+        origin = Path(spec.origin or "")
+        _imported_from[name] = spec, _read(origin.read_bytes(), package="")[0] if origin.is_file() else functions
+    return _imported_from[name][1]
 
 
 def begin_program() -> None:
@@ -145,7 +165,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 @functools.cache
-def _find(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
+def find_module(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
     """Return where a module is, or None if it does not exist. Import nothing."""
     parent, _, last = name.rpartition(".")
     if not parent:
@@ -159,7 +179,7 @@ def _find(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
             except (ImportError, ValueError):
                 return None
         return PathFinder.find_spec(name, list(folders)) if spec is None else spec
-    package = _find(parent, folders)
+    package = find_module(parent, folders)
     if package is None or package.submodule_search_locations is None:
         return None
     places = [*package.submodule_search_locations, *([str(ROOT / "models")] if parent == "models" else [])]

@@ -2,9 +2,11 @@
 
 import copy
 import io
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +17,19 @@ from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.config.folders import CONF, config_name, folders, options, own_folder, own_groups
-from framework.config.identity import EXECUTION, flat, identity, is_below
+from framework.config.code import find_module
+from framework.config.folders import CONF, config_name, defaults_in, folders, options, own_folder, own_groups
+from framework.config.identity import EXECUTION, execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
-from framework.config.overrides import apply, chosen_by_default, key_of, one_line, parse, sort_overrides
-from framework.config.renamed import renamed
+from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean
-from framework.runtime.problem import Problem
+from framework.runtime.problem import Problem, shown
 
 
 class Composed(NamedTuple):
@@ -48,6 +51,13 @@ class _OwnFolder(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if (own := own_folder()) is not None:
             search_path.prepend("own", f"file://{own}", anchor="main")
+
+
+def forget_files() -> None:
+    """Read the files again for the next composition: a program that lives on may have edited them."""
+    _composed.cache_clear()
+    defaults_in.cache_clear()
+    find_module.cache_clear()
 
 
 def prepare_hydra() -> None:
@@ -78,7 +88,8 @@ def compose_line(overrides: list[str]) -> Composed:
     for group in ("sampler", *SEVERAL):
         plain.setdefault(group, {})
     problems += unresolved
-    plain = _without_own_groups(renamed(plain))
+    plain = _without_own_groups(plain)
+    problems += _changing(config, plain)
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be set: it is a hash of the keys that decide the result"
         problems.append(Problem("run.id", what, "set name or run.dir"))
@@ -111,13 +122,15 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
         if options("resources") and "resources" in chosen_by_default() and config.launch.kind != "slurm":
             config = _compose([*choices, "~resources"])
     except Exception as error:  # Hydra, OmegaConf and PyYAML may raise almost any error for a faulty file
-        return OmegaConf.create(), [], [*problems, Problem(" ".join(choices) or "conf", one_line(error))]
+        blamed = [choice for choice in choices if _composes([other for other in choices if other != choice])]
+        return OmegaConf.create(), [], [*problems, Problem(" ".join(blamed or choices) or "conf", one_line(error))]
     OmegaConf.set_struct(config, False)
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))
     for name in _own_sections(config):
         OmegaConf.update(config, f"extra.{name}", f"${{{name}}}", force_add=True)
-    for override in sorted(values, key=lambda override: not override.key_or_group.endswith("._target_")):
+    empty_replaced(config, values)
+    for override in values:
         key = key_of(override)
         group = key.split(".")[0]
         is_new = group in own_groups() and not any(is_below(name, [key]) for name in known)
@@ -127,6 +140,14 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
         else:
             problems += apply(config, override)
     return config, known, problems
+
+
+def _composes(choices: list[str]) -> bool:
+    try:
+        _compose(choices)
+    except Exception:
+        return False
+    return True
 
 
 def _compose(choices: list[str], *, with_hydra: bool = False) -> DictConfig:
@@ -169,6 +190,29 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             if key == "command line" or not is_new:
                 return {}, problems
             OmegaConf.update(config, key, None)
+
+
+def _changing(config: DictConfig, plain: dict[str, Any]) -> list[Problem]:
+    """Return a problem for each key that names the run or its place, and has another value if the command starts later."""
+    resolvers = set(_RESOLVER.findall(str(OmegaConf.to_container(config))))
+    if all(name in ("run_id", "data") or name.startswith("oc.") for name in resolvers):
+        return []
+    OmegaConf.clear_cache(config)
+    OmegaConf.register_new_resolver("now", lambda pattern: (datetime.now() + _LATER).strftime(pattern), replace=True)
+    try:
+        later = flat(_resolve(config)[0])
+    finally:
+        setup_globals()  # Hydra's own `now`
+    execution = execution_keys(plain)
+    changing = {key: value for key, value in flat(plain).items() if repr(value) != repr(later.get(key))
+                and (key in ("name", "run.root", "run.dir", "run.mirror") or not is_below(key, execution))}  # fmt: skip
+    what = "{}, and later another value: the same command would not find its run again"
+    problems = [Problem(key, what.format(shown(value)), "a fixed value") for key, value in changing.items()]
+    return [problem for problem in problems if problem.key != "run.dir"] or problems  # it contains the name and the id
+
+
+_RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")  # in `${now:%Y}`
+_LATER = timedelta(days=400, hours=13, minutes=1, seconds=1, microseconds=1)  # each part of a date and a time differs
 
 
 def resolve_text(text: str) -> str:

@@ -55,6 +55,11 @@ def options(group: str) -> list[str]:
     return sorted({path.with_suffix("").as_posix() for path in found})
 
 
+def is_group(name: str) -> bool:
+    """Return whether there is a folder with options of this name. A group in a group has a name such as `model/encoder`."""
+    return name.split("/")[0] in groups() and bool(options(name))
+
+
 def option_file(group: str, option: str) -> Path:
     """Return the file of an option. If no file exists, return the framework's path for it."""
     paths = [conf / group / f"{option}.yaml" for conf in folders()]

@@ -9,14 +9,20 @@ from typing import Any
 import yaml
 
 from framework.config.folders import parse_yaml
-from framework.config.renamed import renamed
 from framework.config.schema import RunConfig
 from framework.runtime.files import write_atomically
 
 
 def digest_of(plain: Any) -> str:
-    """Return the SHA-256 of plain data. The order of the keys does not matter."""
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of plain data. The order of the keys does not matter; keys of different types differ."""
+    return hashlib.sha256(json.dumps(_with_text_keys(plain), sort_keys=True).encode()).hexdigest()
+
+
+def _with_text_keys(plain: Any) -> Any:
+    """Return plain data with each key as its JSON: so 0 and "0" differ, and keys of several types can be sorted."""
+    if isinstance(plain, dict):
+        return {json.dumps(key): _with_text_keys(value) for key, value in plain.items()}
+    return [_with_text_keys(value) for value in plain] if isinstance(plain, (list, tuple)) else plain
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ def recall(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory} is not a run: there is no config.yaml")
     if (config := _read(path)) is None:
         raise ValueError(f"{path} has changed since the run wrote it: its hash differs")
-    return renamed(config)
+    return config
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -1,43 +1,87 @@
 """The identity of a run: a hash of all parts of its configuration that decide what is computed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+from framework.config.annotations import number_arguments
 from framework.config.frozen_file import digest_of
 from framework.config.init_from import init_identity
-from framework.config.renamed import first_target
+from framework.config.schema import RunConfig, section_of
 
 # Keys that decide how or where a run is executed, not what it computes. They are not part of its identity.
 EXECUTION = (
     "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "report", "hydra", "name",
     "rehearse", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
-    "checkpoint.max_failures",
-    "dataset.num_workers", "dataset.source", "trainer.profile", "model.parts.blocks", "model.parts.tensor_plan",
-    "model.parts.experts", "parallel.balance", "parallel.prefetch", "trainer.activation_offload",
+    "checkpoint.max_failures", "trainer.profile", "trainer.activation_offload",
+    "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",
+    "dataset.num_workers",  # of any dataset: the framework reads it, and starts so many loader processes
 )  # fmt: skip
 
-# null is the behaviour of a run from before these keys existed
-_LATER = ("trainer.limit_batches", "trainer.overfit_batches", "dataset.tokenizer", "optimizer.iteration",
-          "trainer.deterministic", "trainer.channels_last", "parallel.send_dtype", "parallel.attention", "parallel.hook",
-          "parallel.reduce_every", "parallel.drain_every")  # fmt: skip
+# The same, for arguments of the framework's own components: in a user's component, such a name may decide what is computed.
+_OF_OWN_COMPONENTS = ("dataset.source", "parallel.balance", "parallel.prefetch")
 
 
-def identity(config: dict[str, Any]) -> str:
+def identity(config: Mapping[str, Any]) -> str:
     """Return the run's id: 12 hexadecimal digits, a hash of all keys that decide what is computed.
 
-    The files of `model.init_from` count by their content, not by their paths.
+    The framework's own sections count as their types read them. In a component's node, {}, null and a missing key differ, and 1
+    differs from 1.0, except for an argument that the target's source annotates as `float`. The files of `model.init_from` count
+    by their content, not by their paths.
     """
-    kept = {key: value for key, value in flat(config).items() if not is_below(key, EXECUTION)}
-    kept |= {key: first_target(value) for key, value in kept.items() if key.endswith("._target_") and isinstance(value, str)}
-    kept = {key: value for key, value in kept.items() if value is not None or key not in _LATER}
-    for mode in {"checkpoint.mode", "trainer.early_stopping.mode"} & kept.keys():
-        kept[mode] = kept[mode] or "min"  # in earlier versions, null meant min
-    if kept.get("parallel.sequence", True) is None:
-        kept["parallel.sequence"] = False  # an earlier default: it decides where tokens are, but changes no number
-    init_from = kept.pop("model.init_from", None)
-    if init_from is not None:
-        kept["model.init_from"] = init_identity(init_from)
+    kept = {name: _as_read(name, value) for name, value in (_DEFAULTS | dict(config)).items() if name not in EXECUTION}
+    kept = _without(kept, execution_keys(config))
+    model = kept.get("model")
+    if isinstance(model, dict) and model.get("init_from") is not None:
+        kept["model"] = model | {"init_from": init_identity(model["init_from"])}
     return digest_of(kept)[:12]
+
+
+def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys that are not part of the identity of a run with this configuration."""
+    own = {
+        name for name, node in config.items() if isinstance(node, dict) and str(node.get("_target_")).startswith("framework.")
+    }
+    return (*EXECUTION, *(key for key in _OF_OWN_COMPONENTS if key.partition(".")[0] in own))
+
+
+_DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}
+
+
+def _as_read(name: str, value: Any) -> Any:
+    """Return a section as its types read it: with defaults, and with numbers of the annotated types."""
+    section = section_of(RunConfig.model_fields[name].annotation) if name in RunConfig.model_fields else None
+    try:
+        return _with_numbers(value) if section is None else section.model_validate(value).model_dump()
+    except ValidationError:  # the preflight refuses it
+        return value
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return plain data with 1 for 1.0, where this is an argument that the source of a node's target annotates as `float`."""
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    numbers = number_arguments(str(value["_target_"])) if "_target_" in value else ()
+    return {key: _whole(item) if key in numbers else _with_numbers(item) for key, item in value.items()}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _without(value: Any, keys: Iterable[str], prefix: str = "") -> Any:
+    """Return nested data without some keys, and without a mapping that holds only such keys."""
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without(item, keys, f"{prefix}{name}.") for name, item in value.items() if f"{prefix}{name}" not in keys}
+    return {name: item for name, item in kept.items() if item != {} or value[name] == {}}
 
 
 def is_below(key: str, sections: Iterable[str]) -> bool:
@@ -49,9 +93,5 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a configuration by their dotted keys. A list counts as one value."""
     values: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, dict):
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            # lr=1 and lr=1.0 are the same command
-            values[f"{prefix}{key}"] = int(value) if isinstance(value, float) and value.is_integer() else value
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return values

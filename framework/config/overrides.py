@@ -9,11 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
-from framework.config.folders import CONF, config_name, defaults_in, folders, groups, options, own_groups
+from framework.config.folders import CONF, config_name, defaults_in, folders, groups, is_group, options, own_groups
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
 from framework.config.targets import locate
 from framework.runtime.problem import Problem, shown
+from framework.runtime.program import typed_override
 
 
 def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], list[Problem]]:
@@ -28,12 +29,12 @@ def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], lis
             problems.append(syntax_problem(text, parses=lambda t: parse(t) is not None, options=options_of))
         elif problem := _refusal(override, text):
             problems.append(problem)
-        elif override.key_or_group in groups() and not isinstance(override.value(), dict):
-            found = _choice_problems(override.key_or_group, override.value())
+        elif is_choice(override) and not isinstance(override.value(), dict):
+            is_deletion = override.type == OverrideType.DEL
+            found = [] if is_deletion else _choice_problems(override.key_or_group, _chosen(override))
             problems += found
-            if override.value() is not None and not found:
-                has_choice = override.key_or_group in chosen_by_default()  # without a default, the choice is added with +
-                choices.append(("" if has_choice else "+") + text.lstrip("+"))
+            if not found:
+                choices += _choice(override, text)
         elif override.key_or_group.partition(".")[0] != "hydra":
             values.append(override)
     return choices, values, problems
@@ -45,6 +46,34 @@ def parse(text: str) -> Override | None:
         return OverridesParser.create().parse_override(text)
     except (HydraException, ValueError):  # ValueError: an integer with more digits than Python converts
         return None
+
+
+def is_choice(override: Override) -> bool:
+    """Return whether an override chooses an option of a group, or of a group in a group (`model/encoder=large`)."""
+    group = override.key_or_group
+    return group in groups() or (("/" in group or override.package is not None) and is_group(group))
+
+
+def _chosen(override: Override) -> Any:
+    """Return the chosen option. An option can have a name such as 50 or 1e3."""
+    word = str(override.input_line).partition("=")[2].strip()
+    is_number = isinstance(override.value(), (bool, int, float)) and word in options(override.key_or_group)
+    return word if is_number else override.value()
+
+
+def _choice(override: Override, text: str) -> list[str]:
+    """Return the choice for Hydra, which takes only texts. Of the framework's groups, a choice without a default is added."""
+    group, chosen = override.key_or_group, _chosen(override)
+    if chosen != override.value():
+        text = f"{text.partition('=')[0]}='{chosen}'"
+    if override.package == group.replace("/", "."):  # Hydra takes a package only where it is not the group's own
+        text = text.replace(f"@{override.package}", "", 1)
+    elif override.package is not None:
+        return [text]
+    if group not in groups():
+        return [text]
+    prefix = "" if group in chosen_by_default() else "+"
+    return [] if chosen is None else [prefix + text.lstrip("+")]
 
 
 def key_of(override: Override) -> str:
@@ -104,7 +133,7 @@ def _refusal(override: Override, text: str) -> Problem | None:
         return _deletion_refusal(key, text)
     if override.is_sweep_override():
         return Problem(key, "several values make a sweep", "add -m; a list is written [1,2], a text with a comma \"'a,b'\"")
-    if override.package is not None or "/" in key:
+    if (override.package is not None or "/" in key) and not is_choice(override):
         word = text.partition("=")[0].lstrip("+")
         close = did_you_mean(key.split("/")[0], groups())
         return Problem(word, "unknown group", close or f"one of {', '.join(groups())}")
@@ -116,7 +145,7 @@ def _deletion_refusal(key: str, text: str) -> Problem | None:
     if key in groups():
         return Problem(text, "a group cannot be deleted", _SWITCHED_OFF.get(key, f"{key}=OPTION chooses another"))
     section, _, rest = key.partition(".")
-    if section in (*COMPONENTS, *SEVERAL, "extra") and rest:
+    if is_group(key) or (section in (*COMPONENTS, *SEVERAL, "extra") and rest):
         return None
     return Problem(text, "a key cannot be deleted", "null switches off an optional part")
 
@@ -129,10 +158,19 @@ def _choice_problems(group: str, chosen: Any) -> list[Problem]:
         if str(name) not in options(group) and (group, name) != ("experiment", None):
             expected = "one of " + ", ".join(options(group)) if options(group) else "there is none yet"
             close = _class_meant(group, str(name)) or option_meant(str(name), group, options(group))
-            if name is None and group in _SWITCHED_OFF:
-                close = f"did you mean {_SWITCHED_OFF[group]}?"
+            if name is None and (group in _SWITCHED_OFF or "/" in group):
+                close = f"did you mean {_SWITCHED_OFF.get(group, f'~{group}')}?"
+            if alike := [option for option in options(group) if option == shown(name) or _is_number(option, name)]:
+                close = f"did you mean {typed_override(group, alike[0])}?"
             problems.append(Problem(group, f"no option {shown(name)}", expected + (f"; {close}" if close else "")))
     return problems
+
+
+def _is_number(option: str, name: Any) -> bool:
+    try:
+        return float(option) == float(name)
+    except (TypeError, ValueError):
+        return False
 
 
 def _class_meant(group: str, name: str) -> str:
@@ -154,29 +192,46 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
         return _delete(config, sections)
     for depth in range(1, len(sections)):
         above = ".".join(sections[:depth])
-        if sections[depth:] == ["_target_"] and _is_empty(config, above):  # null, where a component is allowed
-            OmegaConf.update(config, above, {}, force_add=True)
         if _holds_value(config, above):
             return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
     is_section = OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))
     if is_section and not isinstance(value, dict):
         expected, close = f"a section, whose keys are set as in {key}.KEY=VALUE", option_meant(str(value), key, ())
+        if value in options(group := key.replace(".", "/")):
+            close = f"did you mean {group}={value}?"
         return [Problem(key, f"{shown(value)} is not valid", expected + (f"; {close}" if close else ""))]
     try:
-        _replace_component(config, key, value)
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
         return [Problem(key, f"{shown(value)} is not valid", one_line(error))]
     return []
 
 
-def _replace_component(config: DictConfig, key: str, value: Any) -> None:
-    """Empty a component's node if another `_target_` is set, because the option's other keys belong to the old target."""
-    node_key = key.removesuffix("._target_")
-    target = value if key != node_key else value.get("_target_") if isinstance(value, dict) else None
-    node = OmegaConf.select(config, node_key, throw_on_resolution_failure=False) if target is not None else None
-    if isinstance(node, DictConfig) and node.get("_target_") not in (None, target):
-        node.clear()
+def empty_replaced(config: DictConfig, overrides: list[Override]) -> None:
+    """Empty each component of the files whose last `_target_` is another one: the option's other keys belong to the old target.
+
+    Afterwards, all overrides can be applied in their order. A null, where a component is allowed, becomes an empty node.
+    """
+    targets: dict[str, Any] = {}
+    for override in overrides:
+        targets |= _targets_in(key_of(override), override.value())
+    for key, target in targets.items():
+        node = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+        if isinstance(node, DictConfig) and node.get("_target_") not in (None, target):
+            node.clear()
+        elif _is_empty(config, key):
+            OmegaConf.update(config, key, {}, force_add=True)
+
+
+def _targets_in(key: str, value: Any) -> dict[str, Any]:
+    """Return each `_target_` that an override sets, by the key of its node."""
+    node, _, last = key.rpartition(".")
+    if last == "_target_":
+        return {node: value}
+    found: dict[str, Any] = {}
+    for name, item in value.items() if isinstance(value, dict) else ():
+        found |= _targets_in(f"{key}.{name}", item)
+    return found
 
 
 def _delete(config: DictConfig, sections: list[str]) -> list[Problem]:

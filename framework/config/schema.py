@@ -1,7 +1,7 @@
 """The typed configuration: sections, the types of their keys, and the rules in a section."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -233,12 +233,17 @@ class RunConfig(Section):
 
     def targets(self) -> list[str]:
         """Return the `_target_` of each component, and all other texts in the components that are dotted paths."""
-        texts = (text for group in (*COMPONENTS, "metric", "part") for text in texts_in(getattr(self, group)))
-        return [text for text in texts if DOTTED.fullmatch(text)]
+        return targets_in(dict(self))
 
     def plain(self) -> dict[str, Any]:
         """Return the configuration as plain data, which can be frozen."""
         return self.model_dump(exclude_unset=True)
+
+
+def targets_in(sections: Mapping[str, Any]) -> list[str]:
+    """Return the `_target_` of each component in these sections, and all other texts in them that are dotted paths."""
+    texts = (text for group in (*COMPONENTS, "metric", "part") for text in texts_in(sections.get(group)))
+    return [text for text in texts if DOTTED.fullmatch(text)]
 
 
 COMPONENTS = ("model", "dataset", "sampler", "task", "parallel", "optimizer", "scheduler")

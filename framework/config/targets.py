@@ -5,14 +5,15 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
 from framework.config.folders import ROOT, enter_project
-from framework.config.renamed import current_target
 from framework.config.schema import Node
 from framework.runtime.problem import extra_with, install_command
 
@@ -28,7 +29,7 @@ def locate(target: str) -> Callable[..., Any]:
     Raise ValueError if the target cannot be imported or is not callable.
     """
     enter_project()
-    parts = current_target(target).split(".")
+    parts = target.split(".")
     if len(parts) < 2 or not all(parts):
         raise ValueError(f"_target_={target} is not a dotted path, as in package.module.Name")
     if parts[0] == "models":
@@ -64,35 +65,58 @@ def component(node: Node, **given: Any) -> Callable[..., Any]:
     """Return the node's target with the node's values bound. `given` overrides values.
 
     The caller adds arguments that are not data. Nested nodes with a `_target_` are built first; an argument of type
-    `Callable[[], ...]` gets a function that builds it. Raise ValueError if a target cannot be imported.
+    `Callable[[], ...]` gets a function that builds it. Mappings and lists are a DictConfig and a ListConfig of OmegaConf with
+    `_convert_: none`, or for an argument of this type. Raise ValueError if a target cannot be imported.
     `hydra.utils.instantiate` is not used: its partials look up their target at every call, which costs 0.1 ms in every step.
     """
-    build = instantiated if node.get("_recursive_", True) else lambda value: value
-    makers = _makers(node["_target_"])
-    values = {key: component(value) if key in makers and isinstance(value, dict) and "_target_" in value else build(value)
-              for key, value in (node | given).items() if key not in HYDRAS}  # fmt: skip
+    return _bound(node | given, as_configs=False)
+
+
+def _bound(node: Node, *, as_configs: bool) -> Callable[..., Any]:
+    as_configs = node["_convert_"] == "none" if "_convert_" in node else as_configs
+    is_nested = node.get("_recursive_", True)
+    arguments = signature_of(node["_target_"]).arguments
+
+    def build(value: Any, kind: Any = None) -> Any:
+        value = as_node(value, kind) if is_nested else value
+        if isinstance(value, dict) and "_target_" in value and any(map(_makes, (kind, *get_args(kind)))):
+            return _bound(value, as_configs=as_configs)
+        built = instantiated(value, as_configs=as_configs) if is_nested else value
+        is_config = as_configs or not {DictConfig, ListConfig}.isdisjoint((kind, *get_args(kind)))
+        return OmegaConf.create(built, flags=_ANY_OBJECT) if is_config and isinstance(built, (dict, list)) else built
+
+    values = {name: build(value, arguments[name].annotation if name in arguments else None)
+              for name, value in node.items() if name not in HYDRAS}  # fmt: skip
     return functools.partial(locate(node["_target_"]), *map(build, node.get("_args_", ())), **values)
 
 
-@functools.cache
-def _makers(target: str) -> frozenset[str]:
-    """Return the arguments with the type of a function without arguments, or of such a function or None."""
-
-    def makes(kind: Any) -> bool:
-        return get_origin(kind) is Callable and get_args(kind)[:1] == ([],)
-
-    types = {name: argument.annotation for name, argument in signature_of(target).arguments.items()}
-    return frozenset(name for name, kind in types.items() if any(map(makes, (kind, *get_args(kind)))))
+_ANY_OBJECT = {"allow_objects": True}
 
 
-def instantiated(value: Any) -> Any:
+def _makes(kind: Any) -> bool:
+    """Return whether this is the type of a function without arguments."""
+    return get_origin(kind) is Callable and get_args(kind)[:1] == ([],)
+
+
+def as_node(value: Any, kind: Any) -> Any:
+    """Return a mapping for an argument of the type `kind` as a node, if this is a dataclass, or a dataclass or None."""
+    found = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and is_dataclass(one)]
+    if not found or get_origin(kind) not in (None, *UNIONS) or not isinstance(value, dict) or "_target_" in value:
+        return value
+    return {"_target_": f"{found[0].__module__}.{found[0].__qualname__}", **value}
+
+
+UNIONS = (UnionType, Union)  # typing.Union, if a member is a Literal or Annotated
+
+
+def instantiated(value: Any, *, as_configs: bool = False) -> Any:
     """Return plain data in which every node with a `_target_` is built (or only bound, with `_partial_: true`)."""
     if isinstance(value, dict):
         if "_target_" in value:
-            bound = component(value)
+            bound = _bound(value, as_configs=as_configs)
             return bound if value.get("_partial_") else bound()
-        return {key: instantiated(item) for key, item in value.items()}
-    return [instantiated(item) for item in value] if isinstance(value, list) else value
+        return {key: instantiated(item, as_configs=as_configs) for key, item in value.items()}
+    return [instantiated(item, as_configs=as_configs) for item in value] if isinstance(value, list) else value
 
 
 def nodes_in(value: Any, key: str) -> Iterator[tuple[str, Node]]:
@@ -117,7 +141,6 @@ class Signature:
         return [name for name, argument in self.arguments.items() if argument.default is inspect.Parameter.empty]
 
 
-@functools.cache
 def signature_of(target: str, *, group: str = "") -> Signature:
     """Return the arguments that a component of this group takes from its node. Raise ValueError as `locate` does.
 
@@ -154,6 +177,14 @@ def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
                for name, a in get_type_hints(unpacked[0], include_extras=True).items()}  # fmt: skip
     defaults = {name: None if name in unpacked[0].__optional_keys__ else inspect.Parameter.empty for name in options}
     return parameters[:-1] + [inspect.Parameter(n, kind, annotation=a, default=defaults[n]) for n, a in options.items()]
+
+
+def hides_keys(target: str) -> bool:
+    """Return whether a target may take keys that are not in its signature: a decorator or a library has replaced it."""
+    found = locate(target)
+    called = [getattr(found, name) for name in ("__init__", "__new__")] if isinstance(found, type) else [found]
+    codes = [one.__code__ for one in called if hasattr(one, "__code__")]
+    return any(code.co_flags & inspect.CO_VARKEYWORDS for code in codes)
 
 
 def arguments_of(node: Node, *, group: str) -> Signature:

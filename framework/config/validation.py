@@ -1,9 +1,10 @@
 """Validation of a configuration against its types, with messages for users."""
 
+import difflib
 import functools
 import itertools
+import re
 from collections.abc import Iterator
-from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -15,7 +16,7 @@ from framework.config.folders import groups, options
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig, Section, section_of
 from framework.config.section import LARGEST
 from framework.config.spelling import did_you_mean, done_here, nearest
-from framework.config.targets import HYDRAS, arguments_of, nodes_in
+from framework.config.targets import HYDRAS, UNIONS, arguments_of, as_node, hides_keys, nodes_in
 from framework.runtime.problem import Problem, shown
 from framework.runtime.program import typed_override
 
@@ -53,10 +54,14 @@ def _types_of(section: type[Section]) -> dict[str, Any]:
 # --- components
 
 
-def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str, ...] = ()) -> list[Problem]:
+def component_problems(
+    key: str, node: Any, *, known: list[str], own: tuple[str, ...] = (), may_hide: bool = False, is_inner: bool = False
+) -> list[Problem]:
     """Check a component's node, and the components in it, against the signatures of their targets. This imports the targets.
 
-    `key` is the node's key, as in `model` or `logger.wandb`. `own` are the framework's keys in the node.
+    `key` is the node's key, as in `model` or `logger.wandb`. `own` are the framework's keys in the node. `may_hide`: if the
+    signature of an inner node's target is not all that the target takes, a key that is unknown and no typing error has no
+    problem here. Then the node must be built, and `problems_of_build` explains an error.
     """
     try:
         signature = arguments_of(node, group=key)
@@ -70,23 +75,30 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
             problems.append(Problem(f"{key}.{flag}", f"{shown(node[flag])} is not valid", "true or false"))
     if node.get("_partial_") and key in ("model", "dataset", "task"):
         problems.append(Problem(f"{key}._partial_", "true gives a function, but the run needs its result", "without it"))
-    values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
+    if (convert := node.get("_convert_", "all")) not in _CONVERT:
+        problems.append(Problem(f"{key}._convert_", f"{shown(convert)} is not valid", f"one of {', '.join(_CONVERT)}"))
     is_nested = node.get("_recursive_", True)
+    node = {name: as_node(value, signature.arguments[name].annotation) if name in signature.arguments and is_nested else value
+            for name, value in node.items()}  # fmt: skip
+    values = {name: value for name, value in node.items() if name not in (*HYDRAS, *own)}
     apart = ("turns",) if "turns" in own else ()  # their nodes get the same arguments as the run's own optimizer and schedule
     inner = {name: list(nodes_in(value, f"{key}.{name}")) for name, value in node.items() if is_nested and name not in apart}
+    hides = is_inner and may_hide and not node.get("_partial_") and hides_keys(node["_target_"])
     others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]
     for name, value in values.items():
         argument = signature.arguments.get(name)
         # the data replace null in a model, and `${data:...}` everywhere
         is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:")
+        if argument is None and hides and not difflib.get_close_matches(name, signature.arguments, cutoff=0.8):
+            continue
         if argument is None and not signature.takes_any:
             problems += unknown_key(f"{key}.{name}", value, known=known)
         elif argument is not None and not is_from_data and not inner.get(name) and _is_plain(argument.annotation):
             is_default = type(value) is type(argument.default) and value == argument.default
             problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
     for inner_key, inner_node in itertools.chain(*inner.values()):
-        problems += component_problems(inner_key, inner_node, known=known)
+        problems += component_problems(inner_key, inner_node, known=known, may_hide=may_hide, is_inner=True)
     entries = node.get("groups") if "groups" in own else None  # of optimizer.groups; a rate of 0 keeps parameters unchanged
     for number, entry in enumerate(entries if isinstance(entries, list) else []):
         given = {name: entry[name] for name in signature.arguments if isinstance(entry, dict) and entry.get(name, 0) != 0}
@@ -96,6 +108,14 @@ def component_problems(key: str, node: Any, *, known: list[str], own: tuple[str,
     return problems + [Problem(f"{key}.{name}", "is missing", f"{node['_target_']} needs it") for name in missing]
 
 
+def problems_of_build(key: str, node: Any, error: BaseException, *, own: tuple[str, ...] = ()) -> list[Problem]:
+    """Return why a component's node cannot be built: an unknown key, if an inner target does not take it, else the error."""
+    names = re.findall(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else []
+    unknown = component_problems(key, node, known=[], own=own) if names else []
+    return [problem for problem in unknown if problem.key.split(".")[-1] in names] or [Problem.of_error(key, error)]
+
+
+_CONVERT = ("none", "partial", "all", "object")
 _PLAIN = (int, float, bool, str, list, dict, type(None))
 
 
@@ -201,8 +221,6 @@ def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
 
 
 # --- types in messages: their names, and the value of a type that the user probably meant
-
-UNIONS = (UnionType, Union)  # typing.Union, if a member is a Literal or Annotated
 
 _NAMES = {
     int: "an integer",

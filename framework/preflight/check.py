@@ -16,12 +16,22 @@ from framework.config.code import code_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.frozen_file import frozen_run_id
-from framework.config.identity import EXECUTION, is_below
+from framework.config.identity import execution_keys, is_below
 from framework.config.model_keys import parts_problems
 from framework.config.modes import MODES
-from framework.config.schema import COMPONENTS, OF_DATA, OWN, SEVERAL, CheckpointSection, Node, RunSection, TrainerSection
+from framework.config.schema import (
+    COMPONENTS,
+    OF_DATA,
+    OWN,
+    SEVERAL,
+    CheckpointSection,
+    Node,
+    RunSection,
+    TrainerSection,
+    targets_in,
+)
 from framework.config.targets import locate
-from framework.config.validation import component_problems, validate
+from framework.config.validation import component_problems, problems_of_build, validate
 from framework.data.source import Dataset
 from framework.preflight.monitors import directed, monitors_are_metrics
 from framework.preflight.processes import backend_problems, device_problems, open_files_problems, with_processes
@@ -45,7 +55,8 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft = validate(composed)
     keys = [key.split(".") for key in composed.given]
     imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, *SEVERAL) for parts in keys)
-    is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, _OUTSIDE_IDENTITY) for key in composed.given)
+    outside = [key for key in execution_keys(composed.config) if key.partition(".")[0] in COMPONENTS]
+    is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, outside) for key in composed.given)
     imports &= not is_known and not draft.call(lambda mode: MODES[mode].about == "machines")
     if imports:
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
@@ -74,8 +85,12 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft.problems = list(first.values())
     if not draft.problems:
         draft.change("model", components.with_init_digest)
-    if imports and (config := draft.config) is not None:
-        code_of(config.targets())  # in a sweep or a notebook, the modules must not count as the modules of another run
+    if imports:
+        # in a sweep or a notebook, the modules must not count as the modules of another run, and may be older than their files
+        draft.add(
+            Problem("run.code", f"{line}: the file has changed since this process imported it", "a new process, or a reload")
+            for line in code_of(targets_in(draft.fields)).edited
+        )
     return draft
 
 
@@ -90,9 +105,6 @@ def _directed_trainer(trainer: TrainerSection, task: Node, metric: Mapping[str, 
     update, problems = directed(trainer.early_stopping, "trainer.early_stopping", task=task, metric=metric)
     stopping = trainer.early_stopping.model_copy(update=update)
     return trainer.model_copy(update={"early_stopping": stopping}), problems
-
-
-_OUTSIDE_IDENTITY = [key for key in EXECUTION if key.partition(".")[0] in COMPONENTS]  # such as model.parts.blocks
 
 
 def _is_finished(mode: str, run: RunSection) -> bool:
@@ -122,7 +134,7 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
     except StoreFailed as failure:
         return None, [Problem("dataset", str(failure), "the same command, later", code=Exit.DISK)]
     except (Exception, SystemExit) as error:  # the constructor refuses the arguments
-        return None, [Problem.of_error("dataset", error)]
+        return None, problems_of_build("dataset", dataset, error, own=OF_DATA)
     if missing := ", ".join(
         name for name in ("info", "problems()", "load()", "transform()") if name.rstrip("()") not in dir(built)
     ):
@@ -131,7 +143,7 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
 
 
 def _check_data(draft: Draft, *, known: list[str], needs_splits: bool) -> list[Problem]:
-    if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known, own=OF_DATA)):
+    if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known, own=OF_DATA, may_hide=True)):
         return problems
     dataset, problems = draft.call(_build_dataset, otherwise=(None, []))
     if dataset is None:
@@ -163,7 +175,9 @@ def _check_task(node: Node, made_for: str | None) -> list[Problem]:
 def _check_components(draft: Draft, *, known: list[str]) -> list[Problem]:
     problems = parts_problems(draft.fields.get("model", {}).get("parts"))
     for group in (group for group in COMPONENTS if draft.fields.get(group) and group != "dataset"):
-        problems += component_problems(group, draft.fields[group], known=known, own=OWN.get(group, ()))
+        problems += component_problems(
+            group, draft.fields[group], known=known, own=OWN.get(group, ()), may_hide=group in ("model", "task")
+        )
     problems += draft.call(lambda optimizer: _problems_of_turns(optimizer, known=known), otherwise=[])
     return problems + _problems_of_several(draft, SEVERAL, known=known)
 

@@ -13,8 +13,9 @@ from framework.checkpoint.stored import stored_tensors
 from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
 from framework.config.modes import MODES
-from framework.config.schema import CheckpointSection, Node, RunConfig, TrainerSection
+from framework.config.schema import INIT, OWN, CheckpointSection, Node, RunConfig, TrainerSection
 from framework.config.targets import locate
+from framework.config.validation import problems_of_build
 from framework.distributed.mesh import resolve_axes
 from framework.engine.forward import measures
 from framework.engine.seam import Demands
@@ -98,7 +99,7 @@ def _shapes_of(node: Node, *, seed: int) -> tuple[nn.Module | None, list[Problem
     try:
         model = components.shapes_of(node, seed=seed)
     except (Exception, SystemExit) as error:  # a user's model may raise anything
-        return None, [Problem.of_error("model", error)]
+        return None, problems_of_build("model", node, error, own=(*OWN["model"], *INIT))
     if not isinstance(model, nn.Module):
         return None, [Problem("model", f"{node['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
     if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
@@ -124,7 +125,7 @@ def _task(node: Node, *, seed: int) -> tuple[Any, list[Problem]]:
     try:
         task = components.task(node, seed=seed)
     except Exception as error:
-        return None, [Problem.of_error("task", error)]
+        return None, problems_of_build("task", node, error)
     if measures(task) or callable(getattr(task, "step", None)):
         return task, []
     what = f"{node['_target_']} gives a {type(task).__name__} with neither loss() nor step()"

@@ -8,11 +8,11 @@ from typing import Any
 
 from framework.config.code import changed
 from framework.config.frozen_file import recall
-from framework.config.identity import EXECUTION, is_below
+from framework.config.identity import is_below
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE, Row, iterate_rows
 from framework.runs.provenance import Provenance
-from framework.runs.settings import settings_of, text_of
+from framework.runs.settings import execution_of, settings_of, text_of
 
 TwoValues = dict[str, tuple[str, str]]  # values of the first and the second run; empty if a run has no value
 
@@ -35,8 +35,8 @@ def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]
     Raise ValueError if one of the directories has no frozen configuration.
     """
     ours, theirs = (settings_of(recall(path)) for path in (first, second))
-    pairs = _differing(ours, theirs)
-    computed = {key: pair for key, pair in pairs.items() if not is_below(key, EXECUTION)}
+    pairs, execution = _differing(ours, theirs), execution_of(ours, theirs)
+    computed = {key: pair for key, pair in pairs.items() if not is_below(key, execution)}
     places = ("run.id", "run.dir", "run.root")
     return computed, {key: pair for key, pair in pairs.items() if key not in computed and key not in places}
 

@@ -7,10 +7,8 @@ from pathlib import Path
 import yaml
 
 from framework.config.folders import parse_yaml
-from framework.config.identity import EXECUTION, is_below
-from framework.runs.settings import TextByKey, differing, settings_of, with_options
-
-_NOT_SHOWN = (*EXECUTION, "hash")
+from framework.config.identity import is_below
+from framework.runs.settings import TextByKey, differing, execution_of, settings_of, with_options
 
 
 def differences(paths: Iterable[Path]) -> dict[Path, str]:
@@ -36,7 +34,8 @@ def _values(path: Path) -> TextByKey:
         values = settings_of(parse_yaml(path.read_bytes()))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # the file is missing or damaged
         return {}
-    return {key: _as_word(text) for key, text in values.items() if not is_below(key, _NOT_SHOWN)}
+    hidden = execution_of(values)
+    return {key: _as_word(text) for key, text in values.items() if not is_below(key, (*hidden, "hash"))}
 
 
 def _as_word(text: str) -> str:

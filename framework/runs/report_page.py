@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from framework.config.identity import EXECUTION, is_below
+from framework.config.identity import is_below
 from framework.runs.history import Curve, History
 from framework.runs.metrics_file import is_maximised
 from framework.runs.report import ReportedRun
-from framework.runs.settings import TextByKey, differing, with_options
+from framework.runs.settings import TextByKey, differing, execution_of, with_options
 from framework.runtime.files import write_atomically
 
 _FILES = Path(__file__).with_name("page")
@@ -73,7 +73,7 @@ class _Distinct:
 def _content(runs: list[ReportedRun]) -> dict[str, Any]:
     grids, origins = _Distinct(), _Distinct()
     configs = with_options([run.config for run in runs])
-    differ = differing(configs)
+    differ, execution = differing(configs), execution_of(*(run.config for run in runs))
     common = {key: value for key, value in configs[0].items() if all(config.get(key) == value for config in configs)}
     owns = [{key: value for key, value in config.items() if key not in common} for config in configs]
     own_keys = dict.fromkeys(key for own in owns for key in own)
@@ -83,9 +83,9 @@ def _content(runs: list[ReportedRun]) -> dict[str, Any]:
         "grids": grids.values,
         "origins": origins.values,
         "common": common,
-        "swept": [key for key in differ if not is_below(key, EXECUTION)],
-        "computed": [key for key in own_keys if not is_below(key, EXECUTION)],
-        "execution": [key for key in own_keys if is_below(key, EXECUTION)],
+        "swept": [key for key in differ if not is_below(key, execution)],
+        "computed": [key for key in own_keys if not is_below(key, execution)],
+        "execution": [key for key in own_keys if is_below(key, execution)],
         "monitor": Counter(run.monitor for run in runs).most_common(1)[0][0],
         "panels": panel_names(runs),
         "tests": sorted(tests, key=lambda name: (name != "test/loss", name)),

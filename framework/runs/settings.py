@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from framework.config.renamed import current_target
+from framework.config.identity import execution_keys
 from framework.runtime.problem import shown
 
 _MOST_KEYS = 2000  # per configuration
@@ -50,6 +50,13 @@ def with_options(configs: Sequence[TextByKey]) -> list[TextByKey]:
     return [dict(option(key, text) for key, text in config.items()) for config in configs]
 
 
+def execution_of(*configs: TextByKey) -> set[str]:
+    """Return the keys, or sections, that are not part of the identity of any of these runs."""
+    nodes = [{key.removesuffix(_TARGET): {"_target_": path} for key, path in config.items() if key.endswith(_TARGET)}
+             for config in configs]  # fmt: skip
+    return set.intersection(*(set(execution_keys(node)) for node in nodes))
+
+
 def differing(configs: Sequence[TextByKey]) -> list[str]:
     """Return the keys with different values in the configurations that have these keys."""
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -71,20 +78,18 @@ def _last_word(path: str) -> str:
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
     for name, value in node.items() if isinstance(node, dict) else ():
         key = f"{prefix}{name}"
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _leaves(value, f"{key}.")
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (dict, list, tuple)):
             yield from ((key, piece) for piece in _pieces(value))
         else:
-            yield key, _plain(current_target(value) if name == "_target_" and isinstance(value, str) else value)
+            yield key, _plain(value)
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, str):
-        looks_like_another = value[:1] in "['\"" or value in ("null", "true", "false") or parsed(value) is not None
+        looks_like_another = value[:1] in "['\"{" or value in ("null", "true", "false") or parsed(value) is not None
         return repr(value) if looks_like_another else value
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        value = int(value)  # lr=1 and lr=1.0 are the same run
     return _exact(value)
 
 

@@ -41,7 +41,7 @@ class Environment:
             local_world_size=int(env.get(local_world_size, "1")),
             first_on_node=int(env.get(rank, "0")) - int(env.get(local_rank, "0")),  # correct if a node's ranks are consecutive
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            is_launched=uses_mpi or (is_torchruns and "MASTER_PORT" in env),
+            is_launched=uses_mpi or (is_torchruns and {"MASTER_ADDR", "MASTER_PORT"} <= env.keys()),
             uses_mpi=uses_mpi,
             uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
@@ -53,6 +53,13 @@ class Environment:
         """Set the variables as torchrun would, because the user's code may read them."""
         for name, value in zip(_TORCHRUN, (self.rank, self.local_rank, self.world_size, self.local_world_size)):
             os.environ[name] = str(value)
+
+
+def left_over() -> list[str]:
+    """Return torchrun's variables that make this process one of several, if no variable says where the processes meet."""
+    found = Environment.read()
+    is_alone = (found.rank, found.local_rank, found.world_size, found.local_world_size) == (0, 0, 1, 1)
+    return [] if is_alone or found.is_launched else [name for name in _TORCHRUN if name in os.environ]
 
 
 LAUNCHER_HAS_CUDA = "STEADFAST_LAUNCHER_HAS_CUDA"

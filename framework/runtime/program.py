@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from framework.runtime.environment import variables
+from framework.runtime.environment import left_over, variables
+from framework.runtime.problem import Problem
 
 
 def fix_hashes() -> None:
@@ -27,6 +28,18 @@ def fix_hashes() -> None:
     variables()["PYTHONHASHSEED"] = "0"
     with suppress(OSError):
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def start_problems() -> list[Problem]:
+    """Return why no command can run in this process: an option of the interpreter, or variables of another command."""
+    problems = []
+    if sys.flags.optimize:
+        what = "leaves out the assert statements, and Hydra reads a command line with them"
+        problems.append(Problem("python -O", what, "python without -O, and: unset PYTHONOPTIMIZE"))
+    if names := left_over():
+        what = "says that this is one of several processes, but MASTER_ADDR and MASTER_PORT do not say where they meet"
+        problems.append(Problem(names[0], what, f"unset {' '.join(names)}; or start with torchrun"))
+    return problems
 
 
 def keep_cuda_for_children() -> None:

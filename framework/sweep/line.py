@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from framework.config.compose import launcher_and_sweeper
 from framework.config.folders import groups, options
 from framework.config.identity import flat
-from framework.config.overrides import is_hydras, key_of, one_line, parse
+from framework.config.overrides import is_choice, is_hydras, key_of, one_line, parse
 from framework.config.schema import Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
@@ -273,7 +273,8 @@ def _sorted(line: list[str]) -> tuple[list[str], dict[tuple[str, Condition | Non
     for text in line:
         plain, condition = split_condition(text)
         override = parse(plain)
-        key = key_of(override) if override is not None else ""
+        is_group = override is not None and is_choice(override)
+        key = plain.partition("=")[0] if is_group else key_of(override) if override is not None else ""
         swept.pop((key, condition), None)
         if override is not None and (condition is not None or override.is_sweep_override()):
             swept[key, condition] = override

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from framework.config.folders import options
+from framework.config.folders import is_group, options
 from framework.runtime.problem import Problem
 
 Values = dict[str, str]  # one job's values of the swept keys, in command-line form
@@ -34,7 +34,7 @@ def split_condition(text: str) -> tuple[str, Condition | None]:
     """Split `KEY@OPTION=VALUES` into `KEY=VALUES` and the condition. `KEY@GROUP:OPTION` names an option of another group."""
     left, equals, values = text.partition("=")
     key, at, where = left.partition("@")
-    if not (equals and at):
+    if not (equals and at) or (is_group(key.lstrip("+")) and ":" not in where):  # GROUP@PACKAGE, as in Hydra
         return text, None
     group, _, option = where.rpartition(":")
     return f"{key}={values}", Condition(group or key.lstrip("+").split(".")[0], option)

@@ -16,6 +16,7 @@ from framework.config.modes import MODES
 from framework.config.schema import CheckpointSection
 from framework.config.targets import locate
 from framework.launch.claim import print_problems
+from framework.runs.directory import RunDirectory
 from framework.runs.status_table import print_table
 from framework.runs.table import TableRow, best_of, listing, write_csv
 from framework.runtime import log
@@ -113,7 +114,10 @@ def print_sweep_plan(sweep: Sweep) -> int:
 
 
 def cancel_jobs(sweep: Sweep) -> int:
-    return cancel(row.directory for row in sweep.rows())
+    """Stop the commands that run the sweep, so that they start no more jobs, and then the jobs."""
+    commands = [path for path in (sweep.directory / "workers").glob("*") if path.is_dir() and not path.is_symlink()]
+    own = [RunDirectory(path) for path in (sweep.directory, *commands)]
+    return cancel([*own, *(row.directory for row in sweep.rows())])
 
 
 def run_jobs(sweep: Sweep) -> int:

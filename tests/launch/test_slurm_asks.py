@@ -294,6 +294,16 @@ def test_cancelled_is_a_state_of_its_own(submitted: Sweep) -> None:  # noqa: F81
     assert len(again) == 1 and submitted.run(0).summary["status"] == "finished" and submitted.run(0).summary["restarts"] == 1
 
 
+def test_a_sweep_of_this_machine_is_cancelled_and_starts_no_more_jobs(tmp_path: Path) -> None:
+    line = [*RUN, "trainer.max_steps=100000", "seed=0,1"]
+    running = begin(*line, root=tmp_path, run=multirun)
+    wait_for(lambda: any(tmp_path.glob("*/*/metrics.jsonl")), what="the first job's first row")
+    told = command("mode=cancel", *line, root=tmp_path, run=multirun)
+    assert told.code == 0 and f"process {running.pid} stops" in told.output
+    stopped = end(running, root=tmp_path, timeout_s=30.0)
+    assert stopped.code == 75 and stopped.summary["status"] == "preempted", "only one job has a directory"
+
+
 def test_a_run_of_this_machine_is_cancelled_too(tmp_path: Path) -> None:
     line = [*RUN, "trainer.max_steps=100000"]
     running = begin(*line, root=tmp_path)

@@ -1,0 +1,82 @@
+"""The identity: which configurations are one run, and which are two."""
+
+from typing import Annotated, Any
+
+import pytest
+from annotated_types import Ge
+
+from framework.config.compose import compose_line
+from framework.config.identity import identity
+
+Share = Annotated[float, Ge(0)]
+
+
+class Own:
+    """A component of a user, whose names are those of keys that say how the framework's own components are executed."""
+
+    def __init__(self, *, source: str = "", balance: str = "", keep: int | float = 1.0, any: Any = None, rate: float = 1.0,
+                 rates: list[float] | None = None, alias: Share = 1.0, count: int = 1, act: Any = None) -> None: ...  # fmt: skip
+
+
+OWN = {"_target_": "tests.test_identity.Own"}
+FSDP, TOKENS = "framework.parallel.fsdp.fsdp", "framework.data.tokens.Tokens"
+
+
+def node(**values: Any) -> dict[str, Any]:
+    return {"model": OWN | values}
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    (node(keep=1), node(keep=1.0)),
+    (node(any=1), node(any=1.0)),
+    (node(count=1), node(count=1.0)),
+    (node(any=1), node(any=True)),
+    (node(any=[1, 2]), node(any=[1.0, 2.0])),
+    (node(any={"deep": [{"keep": 1}]}), node(any={"deep": [{"keep": 1.0}]})),
+    (node(rate=1.5), node(rate=1)),
+    (node(other=1), node(other=1.0)),
+    (node(act={}), node()),
+    (node(act={}), node(act=None)),
+    (node(act=None), node()),
+    (node(act=[]), node(act={})),
+    (node(act={"slope": {}}), node(act={})),
+    (node(act={0: "a"}), node(act={"0": "a"})),
+    (node(act={"a.b": 1}), node(act={"a": {"b": 1}})),
+    ({"dataset": OWN | {"source": "north"}}, {"dataset": OWN | {"source": "south"}}),
+    ({"parallel": OWN | {"balance": "time"}}, {"parallel": OWN | {"balance": "operations"}}),
+    ({"parallel": OWN | {"prefetch": 1}}, {"parallel": OWN | {"prefetch": 2}}),
+    ({"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 1}}},
+     {"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 2}}}),
+    ({"extra": {"x": 1}}, {"extra": {"x": 1.0}}),
+])  # fmt: skip
+def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert identity(one) != identity(other)
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    (node(rate=1), node(rate=1.0)),
+    (node(alias=1), node(alias=1.0)),
+    (node(rates=[1, 2.5]), node(rates=[1.0, 2.5])),
+    (node(act=OWN | {"rate": 1}), node(act=OWN | {"rate": 1.0})),
+    (node(act={0: "a", "x": "b"}), node(act={"x": "b", 0: "a"})),
+    (node(parts={"blocks": "layers"}), node()),
+    ({"dataset": OWN | {"num_workers": 1}}, {"dataset": OWN | {"num_workers": 2}}),
+    ({"dataset": {"_target_": TOKENS, "source": "a"}}, {"dataset": {"_target_": TOKENS, "source": "b"}}),
+    ({"parallel": {"_target_": FSDP, "prefetch": 1}}, {"parallel": {"_target_": FSDP, "prefetch": None}}),
+    ({"metric": {}}, {}),
+])  # fmt: skip
+def test_two_configurations_are_one_run(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert identity(one) == identity(other)
+
+
+@pytest.mark.parametrize(("one", "other", "is_one_run"), [
+    (["trainer.clip_grad_norm=1"], ["trainer.clip_grad_norm=1.0"], True),
+    (["optimizer.lr=1", "optimizer.betas=[0,1e-1]"], ["optimizer.lr=1.0", "optimizer.betas=[0.0,0.1]"], True),
+    (["checkpoint.monitor=val/accuracy"], ["checkpoint.monitor=val/accuracy", "checkpoint.mode=min"], False),
+    (["trainer.early_stopping.monitor=val/accuracy"],
+     ["trainer.early_stopping.monitor=val/accuracy", "trainer.early_stopping.mode=min"], False),
+    (["+x=1"], ["+x=1.0"], False),
+])  # fmt: skip
+def test_two_commands(one: list[str], other: list[str], is_one_run: bool) -> None:
+    ids = {compose_line(line).config["run"]["id"] for line in (one, other)}
+    assert len(ids) == (1 if is_one_run else 2)
