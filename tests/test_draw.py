@@ -39,7 +39,7 @@ def build(*line: str) -> Builder:
     ["scheduler=cosine", "scheduler.warmup_steps=3"],
     ["scheduler=wsd", "scheduler.warmup_steps=2", "scheduler.decay_steps=4"],
     ["scheduler=constant", "part=batch_warmup", "part.batch_warmup.start=4", "part.batch_warmup.samples=60"],
-    ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3", "optimizer=muon"],
+    ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3", "+scheduler.every=step", "optimizer=muon"],
 ], ids=["cosine", "wsd", "warmup", "torch"])  # fmt: skip
 def test_the_drawn_rates_evaluations_and_epochs_are_those_of_the_run(more: list[str], tmp_path: Path) -> None:
     line = [*TINY, "trainer.max_epochs=3", "trainer.eval_every=2", "trainer.log_every=1", "rehearse=false", *more]

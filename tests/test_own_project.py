@@ -243,7 +243,10 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
         (["+augment=hard", "extra=5"], ["extra: 5", "section"]),
         (["augment.strength=5"], ["augment.strength", "+augment=OPTION"]),
         (["+augment.strength=5"], ["augment.strength", "+augment=OPTION"]),
-        (["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"], ["scheduler: ReduceLROnPlateau uses a metric"]),
+        (
+            ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "scheduler.every=epoch"],
+            ["scheduler: ReduceLROnPlateau uses a metric"],
+        ),
         (["+augment=hard", "augment.strenth=5"], ["augment.strenth", "did you mean augment.strength?"]),
         (["optimizer.groups=5"], ["optimizer.groups: 5", "names and options"]),
     ],
@@ -407,7 +410,12 @@ def test_an_optimizer_that_calls_the_model_again_is_refused(folder: Path) -> Non
 
 
 def test_schedulers_of_torch_follow_the_rate_that_they_have_by_hand(folder: Path) -> None:
-    words = ["scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.5", "optimizer.lr=0.125"]
+    words = [
+        "scheduler._target_=torch.optim.lr_scheduler.ExponentialLR",
+        "scheduler.gamma=0.5",
+        "scheduler.every=step",
+        "optimizer.lr=0.125",
+    ]
     ended = typed("model=mynet", *words, "trainer.max_steps=4", "trainer.log_every=1", directory=folder)
     assert ended.code == 0, ended.output
     rates = [row["lr"] for row in ended.rows if row["split"] == "train"]

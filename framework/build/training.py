@@ -1,11 +1,13 @@
 """The composition root: it turns a run's configuration into the objects that train and measure it."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from framework.build import components
@@ -33,7 +35,8 @@ from framework.modules.tensors import Tree
 from framework.modules.trace import give_example
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
-from framework.optim.turns import turns_of
+from framework.optim.schedules import Schedule
+from framework.optim.turns import InTurns, turns_of
 from framework.optim.update import (
     Average,
     AveragedWeights,
@@ -217,7 +220,9 @@ class Builder:
         splits = self.splits(engine)
         order = splits.loader("train").order
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
-        update = self.update(engine, trainable(engine.module, hidden=hidden), total_steps=plan.total_steps)
+        trained = trainable(engine.module, hidden=hidden)
+        update = self.update(engine, trained, total_steps=plan.total_steps, epochs_before=order.epochs_before)
+        update.require_steps(plan.total_steps)
         facts = order.facts | store_facts(config.dataset) | {"optimizer": config.optimizer["_target_"]}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
@@ -258,22 +263,35 @@ class Builder:
         guard = Guard(holders, module=engine.module, world=self.world, own=own, without=[loop, engine, self.world])
         return LoopParts(parts, loop, guard, blame=blame)
 
-    def update(self, engine: Engine, trained: list[Trainable], *, total_steps: int) -> Update:
+    def _peak_lr(self, optimizer: torch.optim.Optimizer) -> float:
+        node, first = self.config.optimizer, optimizer.param_groups[0]["lr"]
+        return float(first if node.get("turns") else node.get("lr", first))
+
+    def schedules(
+        self, optimizer: torch.optim.Optimizer, *, total_steps: int, epochs_before: Callable[[int], int]
+    ) -> dict[str, Schedule]:
+        """Return the run's schedule under the name "", and the schedules of the turns that have their own."""
+        make, lr = partial(components.schedule, total_steps=total_steps, epochs_before=epochs_before), self._peak_lr(optimizer)
+        names = optimizer.turns_of_groups if isinstance(optimizer, InTurns) else [""]
+        options = dict(zip(reversed(names), reversed(optimizer.param_groups[: len(names)])))  # of the first group of each turn
+        found = {"": make(self.config.scheduler, lr=lr, like=optimizer.param_groups[0])}
+        for turn in turns_of(self.config.optimizer):
+            if turn.scheduler is not None:
+                found[turn.name] = make(turn.scheduler, lr=turn.optimizer.get("lr", lr), like=options[turn.name])
+        return found
+
+    def update(
+        self, engine: Engine, trained: list[Trainable], *, total_steps: int, epochs_before: Callable[[int], int]
+    ) -> Update:
         config = self.config
         optimizer = engine.make_optimizer(components.optimizer_builder(config.optimizer), trained)
-        turns, first_lr = turns_of(config.optimizer), optimizer.param_groups[0]["lr"]
-        lr = first_lr if turns else config.optimizer.get("lr", first_lr)
+        turns, lr = turns_of(config.optimizer), self._peak_lr(optimizer)
         settings, changes = config.trainer, list[ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
             changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
         if settings.grad_noise.eta is not None:
             changes.append(Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
-        schedule = components.share_of_peak(config.scheduler, total_steps=total_steps, lr=lr)
-        schedules = {
-            turn.name: components.share_of_peak(turn.scheduler, total_steps=total_steps, lr=turn.optimizer.get("lr", lr))
-            for turn in turns
-            if turn.scheduler is not None
-        }
+        schedules = self.schedules(optimizer, total_steps=total_steps, epochs_before=epochs_before)
         average: Average | None = None
         shares = [part.average_share for part in self.answering.values() if hasattr(part, "average_share")]
         if averages_itself(optimizer):
@@ -288,7 +306,7 @@ class Builder:
             optimizer,
             seed=config.seed,
             peak_lr=lr,
-            schedule=schedule,
+            schedule=schedules.pop(""),
             loss_scale=self.precision.loss_scale(),
             changes=changes,
             average=average,

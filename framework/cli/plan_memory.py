@@ -110,7 +110,7 @@ def _kept(build: Builder, rank: int) -> Found:
     freeze_parameters(module, build.config.trainer.freeze)
     hidden = hidden_matrices(module)
     engine = build.engine(module)
-    update = build.update(engine, trainable(engine.module, hidden=hidden), total_steps=1)
+    update = build.update(engine, trainable(engine.module, hidden=hidden), total_steps=1, epochs_before=lambda step: step)
     for name in [turn.name for turn in update.turns] or [""]:
         if isinstance(update.optimizer, InTurns):
             update.optimizer.turn = name

@@ -5,6 +5,7 @@ from typing import Any
 
 from framework.build import components
 from framework.build.training import Builder
+from framework.data.order import Order
 from framework.engine.data_parallel import DataParallelEngine
 from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import hidden_matrices, trainable
@@ -73,20 +74,21 @@ def planned_steps(build: Builder) -> PlannedSteps:
     settings = config.trainer
     total = Plan.of(settings, order, checkpoint_every=config.checkpoint.every, grace_s=None).total_steps
     steps = sorted({*range(1, total + 1, -(-total // _MOST_POINTS)), total})
-    rates = _rates(_update(build, total_steps=total), steps)
+    rates = _rates(_update(build, order, total_steps=total), steps)
     epochs = [order.steps_in(1)] if total >= order.steps_in(1) else []
     while epochs and len(epochs) <= _MOST_MARKS and (end := order.steps_in(len(epochs) + 1)) <= total:
         epochs.append(end)
     return PlannedSteps(total, steps, rates, epochs, settings.eval_every)
 
 
-def _update(build: Builder, *, total_steps: int) -> Update:
+def _update(build: Builder, order: Order, *, total_steps: int) -> Update:
     """Return the run's own update, for a model without storage."""
     model = components.shapes_of(build.config.model, seed=build.config.seed)
     freeze_parameters(model, build.config.trainer.freeze)
     hidden = hidden_matrices(model)
     engine = DataParallelEngine(model, forward=build.forward())
-    return build.update(engine, trainable(model, hidden=hidden), total_steps=total_steps)
+    trained = trainable(model, hidden=hidden)
+    return build.update(engine, trained, total_steps=total_steps, epochs_before=order.epochs_before)
 
 
 def _rates(update: Update, steps: list[int]) -> dict[str, list[float]]:

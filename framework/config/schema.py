@@ -22,6 +22,7 @@ OWN = {
     "model": ("init_from", "parts"),
     "dataset": OF_DATA,
     "optimizer": ("groups", "turns"),
+    "scheduler": ("every",),
 }  # the framework's keys in components' nodes
 
 

@@ -154,8 +154,8 @@ def signature_of(target: str, *, group: str = "") -> Signature:
         return Signature({}, takes_any=True)
     num_given, named = GIVEN.get(group, (0, []))
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if group == "scheduler" and by_place and by_place[0].name == "optimizer":
-        num_given = 1  # a scheduler of torch takes only the optimizer
+    if group.split(".")[0] == "scheduler" and any(p.name == "optimizer" for p in by_place):
+        num_given, named = 0, ["optimizer"]  # a scheduler of torch takes only the optimizer
     hidden = {*named, *(p.name for p in by_place[:num_given])}
     settable = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in hidden]
     takes_any, names = any(p.kind == p.VAR_KEYWORD for p in parameters), tuple(p.name for p in by_place[num_given:])

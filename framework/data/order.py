@@ -55,6 +55,7 @@ class Order:
             self.epoch_size = min(self.epoch_size, self.limit * self.global_batch_size)
         self._epoch = -1
         self._numbers: Numbers = np.empty(0, dtype=np.int64)
+        self._epochs, self._counted = list[int](), 0  # the epoch of each step, and the samples in these steps, if batches grow
 
     @property
     def _is_large(self) -> bool:
@@ -79,6 +80,15 @@ class Order:
             samples_seen += self.size(samples_seen)
             steps += 1
         return steps
+
+    def epochs_before(self, step: int) -> int:
+        """Return the number of epochs that have ended before a step, counted from 0."""
+        if self.grow is None:
+            return step // self.steps_in(1)
+        while len(self._epochs) <= step:
+            self._epochs.append(self._counted // self.epoch_size)
+            self._counted += self.size(self._counted)
+        return self._epochs[step]
 
     def first(self, num_batches: int) -> np.ndarray:
         """Return the numbers of the samples in the first batches, at most one epoch."""

@@ -79,6 +79,8 @@ def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) 
     every = [f"{what} {_when(steps)}" for what, steps in (
         ("evaluation", plan.settings.eval_every), ("checkpoint", plan.checkpoint_every))]  # fmt: skip
     yield "steps", f"{first} to {plan.total_steps}, {epoch} an epoch; {', '.join(every)}"
+    low, high, last = (trainer.update.peak_lr * share for share in trainer.update.schedule.span(plan.total_steps))
+    yield "lr", f"{low:.2e} to {high:.2e}, {last:.2e} in the last step"
 
 
 def _devices(places: Sequence[tuple[str, str]]) -> str:
@@ -98,9 +100,15 @@ def _last(node: dict[str, Any]) -> str:
 
 
 def _warn_of_low_rate(trainer: Trainer) -> None:
-    """Warn if the schedule never brings the learning rate near its peak: the warm-up is longer than the run."""
+    """Warn if the schedule never brings the learning rate near its peak, or leaves nothing of it for most of the run."""
     total = trainer.plan.total_steps
-    highest = max(trainer.update.schedule(step) for step in {0, total - 1, *range(0, total, max(1, total // 1000))})
+    _, highest, _ = trainer.update.schedule.span(total)
     if highest < 0.5:
         LOGGER.warning("the learning rate never exceeds %.2g of optimizer.lr in these %d steps: look at scheduler.*",
                        highest, total)  # fmt: skip
+    elif trainer.update.schedule.span(max(1, total // 2))[2] < _NOTHING:
+        LOGGER.warning("the learning rate is below %g of optimizer.lr from the middle of these %d steps: look at scheduler.*",
+                       _NOTHING, total)  # fmt: skip
+
+
+_NOTHING = 1e-4  # of the peak learning rate

@@ -1,8 +1,10 @@
 """Learning-rate schedules: pure functions of the step, so a checkpoint stores nothing. They return the share of `lr`."""
 
+import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -49,22 +51,60 @@ def wsd(step: int, total_steps: int, *, warmup_steps: Steps, decay_steps: Steps,
     return min(_warm_up(step, warmup_steps), down)
 
 
-def tabulated(make: Callable[[torch.optim.Optimizer], Any], *, lr: float) -> Callable[[int], float]:
-    """Return the shares of `lr` that a torch scheduler gives, as a pure function of the step.
+# --- schedulers of torch, and of any library that writes such
 
-    `make` builds the scheduler for an optimizer with the peak `lr`. Its other effects (for example on momentum) are not used.
+
+@dataclass(frozen=True)
+class Schedule:
+    """The share of the peak learning rate in a step, counted from 0, and the other options that it sets in the step."""
+
+    share: Callable[[int], float]
+    options: Callable[[int], Mapping[str, Any]] = lambda _: {}  # of parameter groups, such as a momentum
+
+    def __call__(self, step: int) -> float:
+        return self.share(step)
+
+    def span(self, total_steps: int) -> tuple[float, float, float]:
+        """Return the smallest and the largest share of so many steps, and the last. It fails if the schedule fails in them."""
+        steps = {0, total_steps - 1, *range(0, total_steps, max(1, total_steps // 1000))}
+        shares = [self.share(step) for step in sorted(steps)]
+        return min(shares), max(shares), shares[-1]
+
+
+def tabulated(
+    make: Callable[[torch.optim.Optimizer], Any], *, lr: float, like: Mapping[str, Any], calls_before: Callable[[int], int]
+) -> Schedule:
+    """Return a scheduler of torch as a pure function of the step.
+
+    `make` builds the scheduler for an optimizer with the peak `lr` and the options `like`; `calls_before` returns how often
+    `scheduler.step()` is called before a step, counted from 0. ValueError if the scheduler needs a metric, or if lr is 0.
     """
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = make(optimizer)
+    if not lr > 0:
+        raise ValueError(f"optimizer.lr: {lr:g}, but a scheduler of torch multiplies it (a number above 0)")
+    options = {name: value for name, value in like.items() if name not in ("params", "lr", "initial_lr")}
+    optimizer = _WithOptions([torch.nn.Parameter(torch.zeros(1))], {**copy.deepcopy(options), "lr": lr})
+    scheduler, group = make(optimizer), optimizer.param_groups[0]
     if any(one.default is one.empty for one in inspect.signature(scheduler.step).parameters.values()):
-        raise ValueError(f"{type(scheduler).__name__} uses a metric, but a schedule must be a function of the step alone")
-    rates = [float(optimizer.param_groups[0]["lr"])]
+        raise ValueError(f"{type(scheduler).__name__} uses a metric, but a schedule must be a function of the step alone "
+                         "(scheduler=cosine, step or wsd; trainer.early_stopping follows a metric)")  # fmt: skip
+    table: list[tuple[float, dict[str, Any]]] = []
+    moved: set[str] = set()
 
-    def share(step: int) -> float:
-        while len(rates) <= step:
-            optimizer.step()  # torch warns if the scheduler steps before the optimizer
-            scheduler.step()
-            rates.append(float(optimizer.param_groups[0]["lr"]))
-        return rates[step] / lr
+    def at(step: int) -> tuple[float, dict[str, Any]]:
+        number = calls_before(step)
+        while len(table) <= number:
+            if table:
+                optimizer.step()  # torch warns if the scheduler steps before the optimizer
+                scheduler.step()
+            moved.update(name for name, value in options.items() if group[name] != value)
+            table.append((float(group["lr"]), {name: group[name] for name in moved}))
+        return table[number]
 
-    return share
+    return Schedule(lambda step: at(step)[0] / lr, lambda step: at(step)[1])
+
+
+class _WithOptions(torch.optim.Optimizer):
+    """An optimizer of one parameter with the options of another optimizer, which a scheduler may change."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None

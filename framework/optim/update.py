@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from framework.modules.tensors import by_mesh, gradient_of, local, part_of
 from framework.optim.optimizers import Trainable
 from framework.optim.precision import LossScale
+from framework.optim.schedules import Schedule
 from framework.optim.turns import InTurns, Turn
 from framework.randomness import key, seed_generators
+from framework.runtime.exits import Unfit, text_of
 from framework.runtime.torch_internals import move_all_towards
 
 ChangeGradients = Callable[[int], None]  # changes this rank's gradients in a step, counted from 0. Collective
@@ -155,12 +157,12 @@ class Update:
     _: KW_ONLY
     seed: int
     peak_lr: float
-    schedule: Callable[[int], float]
+    schedule: Schedule
     loss_scale: LossScale
     changes: Sequence[ChangeGradients]  # in this order, after the norm is clipped
     average: Average | None
     turns: Sequence[Turn] = ()  # of a step; empty: a step moves all parameters at once
-    schedules: Mapping[str, Callable[[int], float]] = field(default_factory=dict)  # of the turns
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)  # of the turns
     trained: Sequence[Trainable] = ()
 
     def __post_init__(self) -> None:
@@ -177,6 +179,15 @@ class Update:
     def rates(self, step: int) -> list[float]:
         """Return the learning rate of each of the optimizer's parameter groups in a step, counted from 0."""
         return [peak * schedule(step) for peak, schedule in zip(self._peak_lrs, self._schedules)]
+
+    def require_steps(self, total_steps: int) -> None:
+        """Unfit unless the schedules have a rate for each of so many steps."""
+        for name, schedule in {"scheduler": self.schedule, **self.schedules}.items():
+            try:
+                schedule.span(total_steps)
+            except Exception as error:
+                what = f"it fails within the {total_steps} steps of this run: {text_of(error)}"
+                raise Unfit(f"{name}: {what} (arguments for this number of steps)") from error
 
     def due(self, step: int) -> Sequence[Turn | None]:
         """Return the turns of a step, counted from 0; None means all parameters at once."""
@@ -200,8 +211,8 @@ class Update:
         """
         if not self.loss_scale.accepts(grad_norm):
             return
-        for group, rate in zip(self.optimizer.param_groups, self.rates(step)):
-            group["lr"] = rate
+        for group, rate, schedule in zip(self.optimizer.param_groups, self.rates(step), self._schedules):
+            group.update(schedule.options(step), lr=rate)
         for change in self.changes:
             change(step)
         seed_generators(key(self.seed, "optimizer", step), devices=self._devices)

@@ -198,7 +198,7 @@ def _problems_of_turns(optimizer: Node, *, known: list[str]) -> list[Problem]:
         found = component_problems("optimizer", turn.optimizer, known=known, own=("groups",))
         problems += [dataclasses.replace(problem, key=problem.key.replace("optimizer", key, 1)) for problem in found]
         if turn.scheduler is not None:
-            found = component_problems("scheduler", turn.scheduler, known=known)
+            found = component_problems("scheduler", turn.scheduler, known=known, own=OWN["scheduler"])
             problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in found]
     return problems
 

@@ -1,6 +1,8 @@
-"""The dry build's checks of an optimizer: it is built without storage, and takes a step with one number."""
+"""The dry build's checks of an optimizer: it is built without storage, and takes a step with small parameters."""
 
 import inspect
+from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from framework.build import components
 from framework.checkpoint.kept import Unkept, changed_values, encoded
 from framework.config.schema import Node
 from framework.engine.seam import Demands
-from framework.optim.optimizers import check_groups, hidden_matrices, stand_in, trainable
+from framework.optim.optimizers import Trainable, check_groups, hidden_matrices, rules_of, trainable
 from framework.optim.turns import check_turns, turns_of
 from framework.optim.update import averages_itself, group_values
 from framework.runtime.problem import Problem, shown
@@ -36,33 +38,44 @@ def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> li
     """Refuse an optimizer that cannot be built or take a step, or with a state that a checkpoint cannot hold."""
     trained = trainable(model, hidden=hidden_matrices(model))
     try:
-        if groups := optimizer.get("groups"):
-            rest = components.optimizer_builder({name: value for name, value in optimizer.items() if name != "groups"})
-            options = {name: value for group in rest(trained).param_groups for name, value in group.items() if name != "params"}
-            check_groups(groups, names=[item.name for item in trained], options=options)
-            for entry in groups:  # torch refuses some values only in a step
-                everywhere = {**optimizer, "groups": [{**entry, "match": "*"}]}
-                _step_fault(components.optimizer_builder(everywhere)(stand_in(torch.device("cpu"))))
         build = components.optimizer_builder(optimizer)
         built = build(trained)
-        if fault := _step_fault(build(stand_in(torch.device("cpu")))):
+        if groups := optimizer.get("groups"):
+            alone: Node = {name: value for name, value in optimizer.items() if name != "groups"}
+            with_options = built
+            with suppress(Exception):  # it needs an option in its groups
+                with_options = components.optimizer_builder(alone)(trained)
+            options = {name: value for group in with_options.param_groups for name, value in group.items() if name != "params"}
+            check_groups(groups, names=[item.name for item in trained], options=options)
+        if fault := _step_fault(build(_small(trained, optimizer))):
             expected = "an optimizer that keeps numbers, text and tensors, in lists or dictionaries"
             return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
     except (Exception, SystemExit) as error:  # a user's optimizer may raise anything
         return [Problem.of_error("optimizer", error)]
     try:
         lr = optimizer.get("lr", built.param_groups[0]["lr"])
-        components.share_of_peak(scheduler, total_steps=100, lr=lr)(1)
+        like, calls = built.param_groups[0], lambda step: step
+        components.schedule(scheduler, total_steps=100, lr=lr, like=like, epochs_before=calls)(1)
     except Exception as error:
         return [Problem.of_error("scheduler", error)]
     return []
+
+
+def _small(trained: Sequence[Trainable], optimizer: Node) -> list[Trainable]:
+    """Return small parameters in the place of the trained ones: one for each number of dims, turn, and set of groups."""
+    rules, turns, found = rules_of(optimizer.get("groups") or []), turns_of(optimizer), dict[tuple[int, ...], Trainable]()
+    for item in trained:
+        kind = (item.parameter.ndim, *(holds(item) for holds, _ in rules), *(turn.has(item.name) for turn in turns))
+        small = nn.Parameter(torch.zeros([min(size, 2) for size in item.parameter.shape], dtype=item.parameter.dtype))
+        found.setdefault(kind, item._replace(parameter=small))
+    return list(found.values())
 
 
 _CLOSURE = "needs a closure, but a step has only one backward pass"
 
 
 def _step_fault(optimizer: torch.optim.Optimizer) -> str:
-    """Take a step with one number. Return what a checkpoint would lose of the optimizer's state, or an empty text."""
+    """Take a step. Return what a checkpoint would lose of the optimizer's state, or an empty text."""
     parameters = inspect.signature(type(optimizer).step).parameters
     if "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty:
         return _CLOSURE

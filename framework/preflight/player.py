@@ -2,8 +2,9 @@
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -95,7 +96,7 @@ class Player:
             self.engine: Engine = build.engine(self.module)
         trained = trainable(self.engine.module, hidden=hidden)
         with blamed("optimizer", "it cannot be built", "see the optimizer's own documentation"):
-            self.update: Update = build.update(self.engine, trained, total_steps=_TOTAL_STEPS)
+            self.update: Update = build.update(self.engine, trained, total_steps=_TOTAL_STEPS, epochs_before=lambda step: step)
         self._turns: Sequence[Turn | None] = self.update.turns or [None]
         self._scratch = TemporaryDirectory(prefix="steadfast-")  # the parts may write here
         folder = Path(self._scratch.name)
@@ -103,6 +104,11 @@ class Player:
         self.parts = build.parts(
             self.engine, self.update, total_steps=_TOTAL_STEPS, splits=splits, directory=folder, blame=_of_part
         )
+
+    def require_schedules(self, total_steps: int, *, epochs_before: Callable[[int], int]) -> None:
+        """Unfit unless the schedules have a rate for each step of a run."""
+        schedules = self._build.schedules(self.update.optimizer, total_steps=total_steps, epochs_before=epochs_before)
+        replace(self.update, schedule=schedules.pop(""), schedules=schedules).require_steps(total_steps)
 
     def attributes(self) -> dict[tuple[str, str], str]:
         """Return what the run's objects and the user's modules keep outside of their state, by the object's key and a path."""

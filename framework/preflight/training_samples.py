@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from framework.build.training import Builder
 from framework.config.code import own_modules
 from framework.data.loader import Loader
-from framework.data.order import parts
+from framework.data.order import Order, parts
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.tensors import tensors_in
 from framework.preflight.differences import same
@@ -65,6 +66,16 @@ class TrainingSamples:
         self._check_epochs()
         return fetched[:count]
 
+    @cached_property
+    def order(self) -> Order:
+        """The run's own order."""
+        with blamed("sampler", "it cannot order this data", "see sampler.*"):
+            return self._run.loader(self._source, "train", dp_rank=0, dp_size=1).order
+
+    @cached_property
+    def plan(self) -> Plan:
+        return Plan.of(self._run.config.trainer, self.order, checkpoint_every=None, grace_s=None)
+
     def _compare_workers(self, fetched: list[Step]) -> None:
         """Refuse samples that differ in the run's loader processes."""
         loader = self._loader(num_workers=_MOST_WORKERS)
@@ -79,11 +90,9 @@ class TrainingSamples:
 
     def _check_epochs(self) -> None:
         """Refuse a sampler whose epochs, as far as there is time, do not all have the same length, or not only samples."""
-        with blamed("sampler", "it cannot order this data", "see sampler.*"):
-            order = self._run.loader(self._source, "train", dp_rank=0, dp_size=1).order
+        order, steps = self.order, self.plan.total_steps
         if order.draw is None:
             return
-        steps = Plan.of(self._run.config.trainer, order, checkpoint_every=None, grace_s=None).total_steps
         until = time.monotonic() + _EPOCHS_S
         for epoch in range(-(-steps * order.global_batch_size // order.epoch_size)):
             with blamed("sampler", f"its epoch {epoch} fails", "see sampler.*"):
@@ -93,13 +102,12 @@ class TrainingSamples:
 
     def smallest(self, *, dp_size: int) -> int:
         """Return the number of samples in the smallest micro-batch of the run's first epoch, over all data-parallel ranks."""
-        loader, samples_seen, sizes = self._run.loader(self._source, "train", dp_rank=0, dp_size=1), 0, set[int]()
-        while samples_seen < loader.order.epoch_size:
-            size = loader.order.size(samples_seen)
+        order, samples_seen, sizes = self.order, 0, set[int]()
+        while samples_seen < order.epoch_size:
+            size = order.size(samples_seen)
             sizes.add(size)
-            whole = (loader.order.epoch_size - samples_seen) // size if loader.order.grow is None else 1
-            samples_seen += size * whole
-        cut = (parts(size, micro_batch_size=loader.micro_batch_size, dp_rank=rank, dp_size=dp_size)
+            samples_seen += size * ((order.epoch_size - samples_seen) // size if order.grow is None else 1)
+        cut = (parts(size, micro_batch_size=self._run.config.micro_batch_size, dp_rank=rank, dp_size=dp_size)
                for size in sizes for rank in range(dp_size))  # fmt: skip
         return min(part.stop - part.start for mine in cut for part in mine)
 

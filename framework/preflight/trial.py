@@ -62,6 +62,8 @@ class Trial:
         drawn, findings = self._look_at_one_forward(steps[0])
         first = Player(self.build.altered())  # nothing has been tried in this one
         self._require_drawn(first.module, drawn)
+        with blamed("scheduler", "it fails", "see scheduler.*"):
+            first.require_schedules(self.samples.plan.total_steps, epochs_before=self.samples.order.epochs_before)
         for index, step in enumerate(steps[:_BEFORE]):
             with blamed("model", "a step fails", "the same step runs in a plain script"):
                 first.forward_backward(step, index=index)

@@ -92,7 +92,7 @@ _LOADER_REMEDY = ("if memory or /dev/shm is full, fewer dataset.num_workers help
                   "dataset's own code happens in the process of the rank")  # fmt: skip
 
 
-def place_of(error: Exception) -> str:
+def place_of(error: BaseException) -> str:
     """Return where an error was raised, as `FILE:LINE in FUNCTION`: in the innermost function of the user, if there is one."""
     if _quotes_another(error):
         places = re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))
@@ -108,7 +108,7 @@ def is_own_code(file: str) -> bool:
     return path.is_file() and not is_installed and not any(map(path.is_relative_to, _OTHERS))
 
 
-def _quotes_another(error: Exception) -> bool:
+def _quotes_another(error: BaseException) -> bool:
     """Return whether torch has raised an error of a loader process again, with the loader's traceback in the text."""
     return str(error).startswith("Caught ") and "Original Traceback" in str(error)
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from framework.runtime.exits import Exit
+from framework.runtime.exits import Exit, place_of
 from framework.runtime.secrets import redact
 
 
@@ -29,7 +29,7 @@ class Problem:
         """Return a component's error as a problem, under the key that it names (`seq_len=0: ...`), else under its group."""
         text = " ".join(str(error).split("\n")[0].split())
         if not text or isinstance(error, (LookupError, SystemExit)):  # the text of a KeyError is only the key
-            text = f"{type(error).__name__}: {text}".rstrip(": ")
+            text = f"{type(error).__name__}: {text}".rstrip(": ") + ("" if text else f", at {place_of(error)}")
         if re.match(r"[a-z]\w*(\.\w+)+: ", text):
             return cls.of_line(text)
         named = re.match(rf"(?:{group}\.)?(\w+)=(.*)", text)
