@@ -243,6 +243,13 @@ class Graph(Net):
         return torch.sparse.mm(self.graph, x.T).T
 
 
+class TrainsOnly(Net):
+    """Says which of its parameters an optimizer should get."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.last.parameters()
+
+
 class Fixed(Net):
     """Takes micro-batches of 16 only."""
 

@@ -45,6 +45,21 @@ class OneBlock(Plain):
         return self.head(x)
 
 
+class Answering(nn.Linear):
+    """Answers parameters() itself, without the argument that torch's method takes, and with a list of some of them."""
+
+    def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
+        return [self.weight]
+
+
+class OwnParameters(OneBlock):
+    """Its layers answer parameters() themselves, as the layers of public meta-learning code do."""
+
+    def make_layers(self, dim: int) -> None:
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(dim), Answering(dim, dim), nn.Tanh())] * 3)
+        self.head = Answering(dim, self.head.out_features)
+
+
 class Woven(Plain):
     """A module under two names, one inside of two others, weights tied across blocks, a frozen one, and its own parameters."""
 

@@ -1,6 +1,7 @@
 """The rules of the layout, read from the imports and the sources."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,11 @@ def test_packages_import_what_the_street_plan_allows() -> None:
 @pytest.mark.parametrize("path", [*FRAMEWORK, ROOT / "train.py"], ids=name)
 def test_nothing_imports_models(path: Path) -> None:
     assert not [imported for imported in imports(path) if imported.split(".")[0] == "models"]
+
+
+@pytest.mark.parametrize("path", [path for path in FRAMEWORK if "preflight" not in path.parts], ids=name)
+def test_no_module_is_asked_for_parameters_by_a_method_that_its_class_may_replace(path: Path) -> None:
+    assert not re.search(r"(?<!nn\.Module)\.parameters\(", path.read_text())
 
 
 @pytest.mark.parametrize("path", MODELS, ids=name)

@@ -14,7 +14,7 @@ from tests.parallel.test_model_parallel import on_emulated
 from tests.test_conformance import CASES, CONTEXTS, FOR_EXPERTS, RUN, SMALL, name
 
 NODE = "_target_: tests.odd_models.{}\nin_channels: null\nimage_size: null\nnum_classes: null\ndim: 12\n"
-MODELS = ["OneBlock", "Woven", "Chained", "Unused", "Scalar"]
+MODELS = ["OneBlock", "OwnParameters", "Woven", "Chained", "Unused", "Scalar"]
 LINE = [*RUN, *SMALL, "optimizer=adamw", "optimizer.lr=0.01", "trainer.ema_decay=0.8", "trainer.eval_every=3"]
 SHARDED = ("fsdp", "hsdp", "fsdp+tp", "fsdp+context", "pp+fsdp+tp")
 
@@ -48,7 +48,7 @@ def one(odd: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 
 def refusal(strategy: str, model: str) -> str | None:
-    if strategy in ("pipeline", "ddp+pp") and model in ("OneBlock", "Unused", "Scalar"):
+    if strategy in ("pipeline", "ddp+pp") and model in ("OneBlock", "OwnParameters", "Unused", "Scalar"):
         return f"parallel: pipeline: 2 stages, but {model} has 1 block; take fewer"  # which its forward enters three times
     if strategy in (*CONTEXTS, *FOR_EXPERTS) or model != "Chained":
         asked = TAKES_NONE.get(strategy)
@@ -67,9 +67,8 @@ def cases() -> Iterator[Any]:
     for model in MODELS:
         for case in PAIRS:
             refused = refusal(case[0], model)
-            is_quick = (model == "Chained" and case[1] == 2 and case[0] in ("fsdp", "tensor", "pipeline")) or (
-                refused is not None and "does not have" not in refused
-            )
+            quick = {"Chained": ("fsdp", "tensor", "pipeline"), "OwnParameters": ("fsdp",)}.get(model, ())
+            is_quick = (case[1] == 2 and case[0] in quick) or (refused is not None and "does not have" not in refused)
             yield pytest.param(model, case, id=f"{model}-{name(*case)}", marks=[] if is_quick else [pytest.mark.slow])
 
 

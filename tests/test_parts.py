@@ -415,6 +415,17 @@ LATE = (
 )
 
 
+@pytest.mark.parametrize(("strategy", "rehearse"), slow_but([("fsdp", "false"), ("ddp", "false")], [("fsdp", "false"), ("fsdp", "true"), ("tensor", "false"), ("ddp", "false")], unpack=True))  # fmt: skip
+def test_new_data_of_a_weight_is_taken_or_refused_by_name(strategy: str, rehearse: str, one: One, tmp_path: Path) -> None:  # noqa: F811
+    line = [*GPT, *own("Shrinks")]
+    ended = command(*line, f"parallel={strategy}", "launch.nproc_per_node=2", f"rehearse={rehearse}", root=tmp_path / "runs")
+    if strategy == "ddp":
+        assert_close(ended, one(*line))
+    else:
+        assert ended.code == 78 and "part.shrinks: replaces the data of " in ended.output, ended.output
+        assert "write into it: copy_" in ended.output
+
+
 def test_replicas_that_part_end_the_run_before_a_checkpoint(tmp_path: Path) -> None:
     line = [*RUN, *MODELS["gpt, tied"], *own("OnOneRankLate"), "rehearse=false", "checkpoint.every=2", "parallel=ddp"]
     ended = command(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")

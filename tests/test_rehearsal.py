@@ -313,6 +313,13 @@ def test_a_state_of_no_parameter_is_refused_with_and_without_it(tmp_path: Path) 
     assert refused.output == Says("optimizer: ForAll keeps 'all' in its state, an entry that belongs to no parameter ...")
 
 
+def test_parameters_that_a_model_leaves_out_are_not_trained_silently(tmp_path: Path) -> None:
+    refused = command(*model("TrainsOnly"), "rehearse=false", root=tmp_path / "runs")
+    assert refused.code == 78
+    assert refused.output == Says("model: ... parameters() leaves out first.weight, ... (trainer.freeze=[first.*], ...")
+    finished(*model("TrainsOnly"), "trainer.freeze=[first.*]", root=tmp_path / "frozen")
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize(("layout", "persistent"), [("sparse_coo", "true"), ("sparse_coo", "false"), ("sparse_csr", "true")])
 def test_a_sparse_buffer_is_refused_by_name_with_and_without_it(layout: str, persistent: str, tmp_path: Path) -> None:

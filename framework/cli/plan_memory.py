@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.build import components
 from framework.build.training import Builder
@@ -86,7 +86,10 @@ def planned_memory(build: Builder) -> PlannedMemory:
     Raise ValueError if this needs more memory than is free, or if the strategy cannot be built without the other processes.
     """
     model = components.shapes_of(build.config.model, seed=build.config.seed)
-    needed, free = _COPIES * sum(parameter.nbytes for parameter in model.parameters()), psutil.virtual_memory().available
+    needed, free = (
+        _COPIES * sum(parameter.nbytes for parameter in nn.Module.parameters(model)),
+        psutil.virtual_memory().available,
+    )
     if needed > free:
         raise ValueError(f"model: building a rank takes up to {_shown(needed)}, and {_shown(free)} are free here; draw a "
                          "smaller model with the same layer widths, or use a larger machine")  # fmt: skip
@@ -114,7 +117,7 @@ def _kept(build: Builder, rank: int) -> Found:
     for name in [turn.name for turn in update.turns] or [""]:
         if isinstance(update.optimizer, InTurns):
             update.optimizer.turn = name
-        for parameter in engine.module.parameters():
+        for parameter in nn.Module.parameters(engine.module):
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         update.take(0, grad_norm=torch.zeros(()))
     return [bytes_by_kind(engine.module, update.optimizer, update.average)]
@@ -122,7 +125,7 @@ def _kept(build: Builder, rank: int) -> Found:
 
 def bytes_by_kind(module: torch.nn.Module, optimizer: torch.optim.Optimizer, average: Any) -> dict[str, int]:
     """Return this rank's bytes of parameters, buffers, gradients, optimizer state and averages."""
-    parameters = [*module.parameters()]
+    parameters = [*nn.Module.parameters(module)]
     averages = average.tensors.values() if isinstance(average, AveragedWeights) else []
     found = (parameters, module.buffers(), (p.grad for p in parameters), optimizer.state.values(), averages)
     return dict(zip(KINDS_OF_BYTES, map(_bytes, found)))

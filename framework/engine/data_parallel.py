@@ -73,7 +73,7 @@ class DataParallelEngine(Engine):
         self._warm_up, self._finish = warm_up, finish
         held = [module] if self.task is None else [module, self.task]
         self.buffers = Buffers(*held, broadcast=broadcast if meet_in_steps else None)
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(module) if p.requires_grad]
         self._data_group = data_group
         self._has_others = dp_size > 1 and meet_in_steps
         self._forget = forget

@@ -270,7 +270,7 @@ def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ra
         dist.all_reduce(weight)
     factor = torch.where(weight > 0, num_samples / weight, 0.0)
     if factor.device.type != "cpu" or factor != 1.0:  # do not compare a number on a GPU: the comparison would wait for the GPU
-        for gradients in by_mesh(p.grad for p in module.parameters() if p.grad is not None):
+        for gradients in by_mesh(p.grad for p in nn.Module.parameters(module) if p.grad is not None):
             # CUDA would multiply the gradients one by one by a factor of another dtype
             for kind in {(gradient.device, gradient.dtype) for gradient in gradients}:
                 multiply_all([g for g in gradients if (g.device, g.dtype) == kind], factor.to(*kind))

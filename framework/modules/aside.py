@@ -40,7 +40,7 @@ def kept_aside(root: object, *, own: Iterable[str] = (), at_a_glance: bool = Fal
     walk.seen |= set(map(id, without))
     if isinstance(root, nn.Module):
         walk.seen |= {id(part) for part in root.modules()}
-        walk.saved = {_place_of(tensor) for tensor in (*root.parameters(), *root.buffers())} - {0}
+        walk.saved = {_place_of(tensor) for tensor in (*nn.Module.parameters(root), *root.buffers())} - {0}
         for prefix, part in root.named_modules():
             walk.attributes(part, prefix, left_out=_OF_MODULES)
             walk.hooks(part, prefix)

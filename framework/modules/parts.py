@@ -181,11 +181,11 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _num_matrices(module: nn.Module) -> int:
-    return sum(parameter.ndim > 1 for parameter in module.parameters())
+    return sum(parameter.ndim > 1 for parameter in nn.Module.parameters(module))
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in nn.Module.parameters(module))
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -198,7 +198,7 @@ def description(units: Sequence[nn.Module], model: nn.Module) -> str:
         return f"none in {type(model).__name__}, which is one unit (model.parts.blocks names its blocks)"
     counts = Counter(type(unit).__name__ for unit in units)
     kinds = " and ".join(f"{count} unit{'s' * (count != 1)} of {kind}" for kind, count in counts.most_common(3))
-    inside = {id(parameter): parameter.numel() for unit in units for parameter in unit.parameters()}
+    inside = {id(parameter): parameter.numel() for unit in units for parameter in nn.Module.parameters(unit)}
     return f"{kinds}, {100 * sum(inside.values()) / max(1, _size(model)):.0f} % of the weights"
 
 
@@ -206,9 +206,9 @@ def separate(units: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Return the units that share no weight with each other or with the rest of the model."""
     inside = {module for unit in units for module in unit.modules()}
     rest = [module for module in model.modules() if module not in inside]
-    uses = Counter(id(p) for module in rest for p in module.parameters(recurse=False))
-    uses.update(id(p) for unit in units for p in unit.parameters())
-    return [unit for unit in units if all(uses[id(p)] == 1 for p in unit.parameters())]
+    uses = Counter(id(p) for module in rest for p in nn.Module.parameters(module, recurse=False))
+    uses.update(id(p) for unit in units for p in nn.Module.parameters(unit))
+    return [unit for unit in units if all(uses[id(p)] == 1 for p in nn.Module.parameters(unit))]
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
@@ -224,7 +224,7 @@ def _called(model: nn.Module) -> list[nn.Module]:
     for child in model.children():
         is_container = getattr(type(child), "forward", None) is nn.Module.forward or isinstance(child, nn.Sequential)
         found = _called(child) if is_container else [child]
-        units += [unit for unit in found if any(True for _ in unit.parameters())]
+        units += [unit for unit in found if any(True for _ in nn.Module.parameters(unit))]
     return units
 
 
@@ -279,5 +279,5 @@ def choices_of(module: nn.Module, trace: Trace | None) -> Choices | None:
 
 
 def _is_stacked(module: nn.Module) -> bool:
-    own = [*module.parameters(recurse=False)]
+    own = [*nn.Module.parameters(module, recurse=False)]
     return any(parameter.ndim > 1 for parameter in own) and len({parameter.shape[:1] for parameter in own}) == 1

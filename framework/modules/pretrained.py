@@ -38,7 +38,7 @@ def write_pretrained(model: nn.Module, folder: Path) -> nn.Module:
     path = pretrained_part(model)
     part = model.get_submodule(path)
     part.save_pretrained(str(folder))  # type: ignore[operator]  # a method: pretrained_part has looked
-    read = _read(part, folder).to(next(part.parameters()).dtype).eval()
+    read = _read(part, folder).to(next(nn.Module.parameters(part)).dtype).eval()
     if not path:
         return read
     twin = copy.deepcopy(model)

@@ -96,7 +96,7 @@ def offload_activations(blocks: Sequence[nn.Module]) -> None:
 
 
 def _held_by_cpu(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    own = [*block.parameters(), *block.buffers()]
+    own = [*nn.Module.parameters(block), *block.buffers()]
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
         is_on_device = tensor.device.type != "cpu" and local(tensor) is tensor  # a shard is bound to the mesh of its device

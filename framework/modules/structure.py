@@ -59,7 +59,9 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _expected(pattern: str, model: nn.Module) -> str:
-    of_modules = [f"{name}.*" for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    of_modules = [
+        f"{name}.*" for name, module in model.named_modules() if name and any(True for _ in nn.Module.parameters(module))
+    ]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if f"{pattern}.*" in of_modules:
         return f"did you mean {pattern}.*?"

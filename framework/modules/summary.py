@@ -34,7 +34,7 @@ def summary(model: nn.Module, *, example: Tree | None) -> list[dict[str, Any]]:
     shapes, flops = ({}, {}) if example is None else _of_forward(model, example)
     layers: list[Layer] = []
     for name, module in model.named_modules():
-        parameters = list(module.parameters())
+        parameters = list(nn.Module.parameters(module))
         if not parameters or name.count(".") >= _DEPTH:
             continue
         sizes = (sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))

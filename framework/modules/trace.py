@@ -54,7 +54,7 @@ class Trace:
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return [*nn.Module.parameters(module, recurse=False), *module.buffers(recurse=False)]
 
 
 _EXAMPLES: WeakKeyDictionary[nn.Module, Tree] = WeakKeyDictionary()
@@ -84,7 +84,7 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 
 def copied_with(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> tuple[nn.Module, dict[int, Any]]:
     """Return a copy for evaluation with stand-ins as tensors, and its modules, with the ids of the model's modules as keys."""
-    copies: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    copies: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in (*nn.Module.parameters(model), *model.buffers())}
     copied = copy.deepcopy(model, copies)
     for module in copied.modules():
         module.__dict__.pop("forward", None)  # remove a wrapper (recomputation, compilation) around the original's forward
@@ -104,7 +104,7 @@ def follow(
         copied, copies = on_meta(model)
     except Exception:  # a model that cannot be copied
         return trace
-    own: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
+    own: list[Any] = [*model.modules(), *nn.Module.parameters(model), *model.buffers()]
     originals = {id(copies[id(item)]): item for item in own if id(item) in copies}
 
     def enter(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def follow(
 
     example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
     try:
-        for tensor in (*copied.parameters(), *copied.buffers()) if training else ():
+        for tensor in (*nn.Module.parameters(copied), *copied.buffers()) if training else ():
             tensor.requires_grad_(originals[id(tensor)].requires_grad)
         with torch.set_grad_enabled(training is not None), _Uses(use):
             outputs = call(copied.train(bool(training)), example)

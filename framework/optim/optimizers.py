@@ -32,7 +32,9 @@ Rule = tuple[Callable[[Trainable], bool], Mapping[str, Any]]
 
 def trainable(module: nn.Module, *, hidden: Collection[str]) -> list[Trainable]:
     """Return the parameters that require a gradient, in the model's order. `hidden` has the names of the hidden matrices."""
-    of_norms = {id(p) for layer in module.modules() if isinstance(layer, NORMS) for p in layer.parameters(recurse=False)}
+    of_norms = {
+        id(p) for layer in module.modules() if isinstance(layer, NORMS) for p in nn.Module.parameters(layer, recurse=False)
+    }
     trained = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

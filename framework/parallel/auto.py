@@ -65,8 +65,8 @@ def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, flo
 
     The bytes of the parameters, of the gradients and of an optimizer state twice the size of the trained parameters (AdamW's).
     """
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    whole = sum(p.numel() * p.element_size() for p in nn.Module.parameters(model))
+    trained = sum(p.numel() * p.element_size() for p in nn.Module.parameters(model) if p.requires_grad)
     if num_ranks == 1:
         return "single", whole + 3 * trained
     held = {

@@ -165,7 +165,7 @@ def settle_buckets(wrapper: DistributedDataParallel) -> None:
     call, the first step after a resume would be summed in another order.
     """
     model = wrapper.module
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in nn.Module.parameters(model) if p.requires_grad]
     wrapper.module = _Zero(parameters)
     try:
         for _ in range(2):  # the second pass uses the new layout

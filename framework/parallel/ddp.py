@@ -136,7 +136,7 @@ def replicated(
             averaged_over=1,
             broadcast=world.broadcast,
             make_optimizer=make_optimizer or dealing(world),
-            finish=partial(sum_gradients, [p for p in model.parameters() if p.requires_grad]),
+            finish=partial(sum_gradients, [p for p in nn.Module.parameters(model) if p.requires_grad]),
         )
     replica = Replica(
         model,

@@ -57,7 +57,7 @@ class DiLoCo(EngineAround):
         self._sync_every, self._sync_first = sync_every, sync_first
         self._lr, self._momentum = lr, momentum
         self._optimizer: torch.optim.Optimizer | None = None
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(self.module) if p.requires_grad]
         self._agreed: list[Tensor] = []  # a copy of each parameter at the start of the round; empty between rounds
         self._momenta: list[Tensor | None] = []
 

@@ -30,7 +30,7 @@ def expert(model: nn.Module, *, world: World, forward: Forward, replicate: int |
     mesh = world.mesh(replicate=replicate, expert=expert)
     cut_experts(model, mesh=mesh)
     fill(model, device=world.device)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in nn.Module.parameters(model) if p.requires_grad]
 
     def finish() -> None:
         sum_gradients([p for p in trained if not isinstance(p, DTensor)])
@@ -56,7 +56,7 @@ def problems(model: nn.Module, **options: object) -> list[str]:
         return [f"{type(model).__name__} calls no known module of stacked experts, with parameters (num_experts, ...), "
                 "which maps tokens (N, D), indices (N, K) and weights (N, K); experts() or model.parts.experts lists them, "
                 f"{most_models}"]  # fmt: skip
-    kinds = {(type(module), *(tuple(p.shape) for p in module.parameters())): module for module in modules}
+    kinds = {(type(module), *(tuple(p.shape) for p in nn.Module.parameters(module))): module for module in modules}
     faults = [fault_of(module, choices_of(module, trace)) for module in kinds.values()]
     if fault := next(filter(None, faults), None):
         return [f"{fault}; each process must run some of the experts; {most_models}"]
@@ -68,7 +68,7 @@ def problems(model: nn.Module, **options: object) -> list[str]:
 def cut_experts(model: nn.Module, *, mesh: DeviceMesh) -> None:
     """Leave each rank its part of every stack of experts, and let their modules send tokens. Not collective."""
     modules = experts_of(model)
-    stacked = {id(p): p for module in modules for p in module.parameters()}
+    stacked = {id(p): p for module in modules for p in nn.Module.parameters(module)}
     placements = [Replicate(), Shard(0)]
     cut = {
         key: nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), requires_grad=p.requires_grad)

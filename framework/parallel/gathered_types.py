@@ -72,7 +72,7 @@ class Types:
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False))
             cast += [(module, name) for name, p in own.items() if id(p) in used - otherwise and p.dtype is torch.float32]
-            if module in entered and not any(id(p) in elsewhere for p in module.parameters()):
+            if module in entered and not any(id(p) in elsewhere for p in nn.Module.parameters(module)):
                 apart.append(module)
         return cls(None, reduce, autocast, frozenset(cast), frozenset(apart))
 

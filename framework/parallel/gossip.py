@@ -48,7 +48,7 @@ class Gossip(EngineAround):
     def __init__(self, engine: Engine, *, world: World) -> None:
         super().__init__(engine)
         self._world = world
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(self.module) if p.requires_grad]
 
     def meet(self, step: int, *, is_last: bool) -> bool:
         have_met = self._engine.meet(step, is_last=is_last)

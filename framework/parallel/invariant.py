@@ -103,7 +103,7 @@ class InvariantEngine(EngineAround):
         super().__init__(engine)
         self._plain = engine
         self._micro_batch_size = micro_batch_size
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(engine.module) if p.requires_grad]
         engine.no_gather = "invariance: bitwise, which runs each micro-batch alone"
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:

@@ -71,7 +71,7 @@ class LocalSGD(EngineAround):
     def __init__(self, engine: DataParallelEngine, *, world: World, sync_every: int, sync_first: int) -> None:
         super().__init__(engine)
         self._plain, self._world = engine, world
-        self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._trained = [p for p in nn.Module.parameters(self.module) if p.requires_grad]
         self._sync_every = sync_every
         self._sync_first = sync_first
         self._is_local = False  # whether the latest step was local

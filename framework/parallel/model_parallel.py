@@ -58,7 +58,7 @@ def sharing_weights(units: Sequence[nn.Module]) -> list[list[int]]:
     """Group the units that share a weight, which must be on one device; each group takes the place of its last unit."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, unit in enumerate(units):
-        weights = {id(parameter) for parameter in unit.parameters()}
+        weights = {id(parameter) for parameter in nn.Module.parameters(unit)}
         sharing = [group for group in groups if group[0] & weights]
         groups = [group for group in groups if not group[0] & weights]
         groups.append((weights.union(*(w for w, _ in sharing)), sorted([*(i for _, n in sharing for i in n), number])))

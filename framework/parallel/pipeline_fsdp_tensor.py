@@ -87,9 +87,11 @@ def cut_and_shard(
     One link is gathered at a time. Links that share a weight are gathered together with the rest of the stage.
     """
     inside = set(stage.modules())
-    weights = {id(parameter) for parameter in stage.parameters()}  # a layer of another stage may have these weights too
+    weights = {
+        id(parameter) for parameter in nn.Module.parameters(stage)
+    }  # a layer of another stage may have these weights too
     here = {name for name, layer in model.named_modules()
-            if layer in inside or any(id(parameter) in weights for parameter in layer.parameters(recurse=False))}  # fmt: skip
+            if layer in inside or any(id(p) in weights for p in nn.Module.parameters(layer, recurse=False))}  # fmt: skip
     cut = {name: style for name, style in styles.items() if name in here}
     parallelize_module(model, mesh["tensor"], cut)
     tensors.own_outputs(model, cut)

@@ -41,7 +41,7 @@ def applies(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> bool:
     names = {id(module): name for name, module in model.named_modules()}
     blocks = tuple(f"{names[id(block)]}." for block in blocks_of(model))
     plain = [module for name, module in model.named_modules() if name.startswith(blocks) and name not in styles
-             and any(True for _ in module.parameters(recurse=False))]  # fmt: skip
+             and any(True for _ in nn.Module.parameters(module, recurse=False))]  # fmt: skip
     whole = tuple(f"{name}." for name, style in with_sequence(model, styles).items() if isinstance(style, GatheredTokens))
     by_columns = [name for name, style in styles.items() if type(style) is styling.ColwiseParallel]
     need_all = [name for name in (*by_columns, *(names[id(mixer)] for mixer in answer())) if name.startswith(blocks)]
@@ -169,7 +169,7 @@ def with_sequence(model: nn.Module, styles: dict[str, styling.ParallelStyle]) ->
     for block in blocks:
         for name, layer in block.named_modules(prefix=names[id(block)]):
             own = list(layer.named_parameters(prefix=name))
-            is_leaf = any(True for _ in layer.parameters(recurse=False))
+            is_leaf = any(True for _ in nn.Module.parameters(layer, recurse=False))
             if is_leaf and name not in styles:
                 changed[name] = OwnTokens(tokens)
             elif isinstance(styles.get(name), styling.RowwiseParallel):

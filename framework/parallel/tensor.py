@@ -120,7 +120,7 @@ def derived_plan(model: nn.Module, *, num_parts: int) -> dict[str, str]:
     It names a layer only if the processes divide its features, it is nn.Linear itself (a subclass may use its weight
     differently), it shares no weight, and the trace shows no other reader of its weight.
     """
-    uses = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
+    uses = Counter(id(parameter) for layer in model.modules() for parameter in nn.Module.parameters(layer, recurse=False))
     trace = traced(model)
     read = trace.read_elsewhere() if trace is not None else set()
     return {name: "gather" for name, layer in model.named_modules()
@@ -137,7 +137,7 @@ def _vocabulary_problem(model: nn.Module, name: str, layer: nn.Module, plan: dic
     if why := row_problem(layer, num_parts=num_parts):
         return why
     uncut = [other for other, module in model.named_modules() if _said(plan, other) != "vocabulary"
-             and any(parameter is layer.weight for parameter in module.parameters(recurse=False))]  # fmt: skip
+             and any(parameter is layer.weight for parameter in nn.Module.parameters(module, recurse=False))]  # fmt: skip
     return f"is cut by the vocabulary, and {uncut[0]}, which has the same weight, is not (tensor_plan())" if uncut else ""
 
 

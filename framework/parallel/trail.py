@@ -17,7 +17,7 @@ class Trail:
 
     def __init__(self, units: Sequence[nn.Module], model: nn.Module) -> None:
         self.number = 0
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(model) if p.requires_grad]
         for place, unit in enumerate(units):
             unit.register_forward_pre_hook(partial(self._called, place))
 

@@ -54,6 +54,11 @@ def dry_build(config: RunConfig) -> list[Problem]:
         freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:
         return [Problem("trainer.freeze", str(error))]
+    if left_out := _left_out(model):
+        what = f"its own parameters() leaves out {left_out}, but here everything is trained that has requires_grad"
+        return [
+            Problem("model", what, f"trainer.freeze=[{left_out.rpartition('.')[0] or left_out}.*], or requires_grad_(False)")
+        ]
     if config.trainer.activation_checkpointing and not blocks_of(model):
         name = type(model).__name__
         what = f"{config.trainer.activation_checkpointing}, but {name} has no known blocks that can be recomputed"
@@ -110,6 +115,14 @@ def _shapes_of(node: Node, *, seed: int) -> tuple[nn.Module | None, list[Problem
             what = f"{name} has the layout {tensor.layout}, which no checkpoint can hold and ddp cannot send"
             return None, [Problem("model", what, "a plain attribute, which the forward moves: self.graph.to(x)")]
     return model, []
+
+
+def _left_out(model: nn.Module) -> str:
+    """Return the first trained parameter that the model's own parameters() does not return."""
+    if type(model).parameters is nn.Module.parameters:
+        return ""
+    own = {id(parameter) for parameter in model.parameters()}
+    return next((name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own), "")
 
 
 def _check_export(model: nn.Module, formats: Sequence[str] | None) -> list[Problem]:

@@ -33,6 +33,7 @@ class LoopParts:
         self, parts: Mapping[str, Any], loop: Loop, guard: Guard, *, blame: Blame = lambda name: nullcontext()
     ) -> None:
         self.loop, self.by_name, self._guard, self._blame = loop, dict(parts), guard, blame
+        self._shards = {name: p for name, p in loop.trained().items() if hasattr(p, "device_mesh")}
         self._at = {moment: list(self._having(moment)) for moment in (*MOMENTS, "batch")}
         self._each("begun")
 
@@ -44,8 +45,16 @@ class LoopParts:
 
     def _call(self, moment: str, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         seed_generators(key(self.loop.seed, "part", name, moment, self.loop.step), devices=[self.loop.device])
+        storages = [parameter.untyped_storage() for parameter in self._shards.values()]
         with self._blame(name):
-            return call(self.loop, *arguments)
+            returned = call(self.loop, *arguments)
+            for (own, parameter), storage in zip(self._shards.items(), storages):
+                if (
+                    parameter.untyped_storage() is not storage
+                ):  # the local tensor, which the strategy uses, is still the old one
+                    what = f"replaces the data of {own}, of which each process has a shard"
+                    raise Unfit(f"part.{name}: {what} (write into it: copy_)")
+        return returned
 
     def begin_step(self, step: Step, *, has_row: bool) -> Step:
         """Start a step, and return it with the parts' changes of its batches."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.checkpoint.canonical import state_tensors
 from framework.checkpoint.held import Held
@@ -57,7 +57,7 @@ class Trainer:
         self.held = Held(self.engine.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
         divergence = self.plan.settings.divergence
         self.recovery = Recovery(divergence, world=self.world, held=self.held, saver=self.saver, recorder=self.recorder)
-        self.parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        self.parameters = [parameter for parameter in nn.Module.parameters(self.engine.module) if parameter.requires_grad]
         self.trained = names_of_trained(self.engine.module)
         self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: not finite after a loss that is not
         self.memory_gib: list[float] = []  # the peak of each rank

@@ -60,7 +60,7 @@ def ring_fault(model: nn.Module) -> str | None:
 def _with_numbers(mixer: nn.Module) -> nn.Module:
     """Return a copy for evaluation, in float64, with random numbers in its tensors (the originals have no storage)."""
     generator, memo = torch.Generator().manual_seed(0), dict[int, Any]()
-    for tensor in (*mixer.parameters(), *mixer.buffers()):
+    for tensor in (*nn.Module.parameters(mixer), *mixer.buffers()):
         is_float = tensor.is_floating_point()
         numbers = torch.randn(tensor.shape, generator=generator) if is_float else torch.zeros(tensor.shape, dtype=tensor.dtype)
         memo[id(tensor)] = nn.Parameter(numbers, requires_grad=False) if isinstance(tensor, nn.Parameter) else numbers

@@ -17,7 +17,7 @@ from framework.modules.trace import copied_with, on_meta
 
 def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:
     """Return the names of the parameters that belong to no link."""
-    linked = {id(parameter) for link in links for parameter in link.parameters()}
+    linked = {id(parameter) for link in links for parameter in nn.Module.parameters(link)}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in linked]
 
 
@@ -27,7 +27,7 @@ def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | No
     Only weights count if no example batch is known, or if the model does not accept it on the meta device: the model reads
     numbers and not only shapes, or a task's own step gives it other inputs.
     """
-    weights = [1 + sum(p.numel() for p in unit.parameters()) for unit in units]
+    weights = [1 + sum(p.numel() for p in nn.Module.parameters(unit)) for unit in units]
     if example is None:
         return weights
     copied, copies = on_meta(model)
@@ -47,7 +47,7 @@ def costs_of(model: nn.Module, units: Sequence[nn.Module], *, example: Tree | No
 
 def weighty(links: Sequence[nn.Module]) -> list[range]:
     """Group the links so that each group has weights: a link without weights joins the link before it, or the next."""
-    starts = [i for i, link in enumerate(links) if any(True for _ in link.parameters())]
+    starts = [i for i, link in enumerate(links) if any(True for _ in nn.Module.parameters(link))]
     return [range(start, end) for start, end in zip([0, *starts[1:]], [*starts[1:], len(links)])]
 
 
@@ -122,7 +122,7 @@ class Listed:
         links = self.links
         stages = {n: Stage([links[i] for i in span]) for n, span in enumerate(spans) if n in own}
         own_modules = {module for stage in stages.values() for module in stage.modules()}
-        own_weights = {id(parameter) for module in own_modules for parameter in module.parameters(recurse=False)}
+        own_weights = {id(parameter) for module in own_modules for parameter in nn.Module.parameters(module, recurse=False)}
         others = {module for link in links for module in link.modules()} - own_modules
         for module in others:
             parameters = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -144,7 +144,7 @@ class Listed:
         """Return the numbers of the links that have each parameter, by the parameter's id."""
         found: dict[int, set[int]] = {}
         for number, link in enumerate(self.links):
-            for parameter in link.parameters():
+            for parameter in nn.Module.parameters(link):
                 found.setdefault(id(parameter), set()).add(number)
         return found
 

@@ -64,7 +64,7 @@ class PipelineEngine(Engine):
         self._is_counted = "tensor" not in axes or mesh.get_local_rank("tensor") == 0
         self._rank, self._size = self._group.rank(), self._group.size()
         self._world, self._forward, self._schedule = world, forward, schedule
-        self._dtype = next(model.parameters()).dtype
+        self._dtype = next(nn.Module.parameters(model)).dtype
         self._owners = owners(schedule, num_ranks=self._size)
         self._num_stages = len(self._owners)
         self._spans = agreed_spans(self._chain, owners=self._owners, balance=balance, forward=forward, world=world)
@@ -86,7 +86,7 @@ class PipelineEngine(Engine):
         self._waiting: dict[int, list[MicroBatch]] = {}  # the micro-batches that each stage still has to run
         self._evaluated: MicroBatch | None = None
         self._index, self._turn = 0, ""
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(model) if p.requires_grad]
         self._shared = shared_weights(model, mesh=mesh)
         self._sums = self._overlapped_sums() if self._data is not None and not self._is_sharded else None
 
@@ -156,7 +156,7 @@ class PipelineEngine(Engine):
         """Return the object that sums the gradients of the stages; weights on several processes of a pipeline come later."""
         assert self._data is not None
         shared = {id(parameter) for parameter, _ in self._shared}
-        stages = {number: [p for p in stage.parameters() if p.requires_grad and id(p) not in shared]
+        stages = {number: [p for p in nn.Module.parameters(stage) if p.requires_grad and id(p) not in shared]
                   for number, stage in self.stages.items()}  # fmt: skip
         early = {id(parameter) for parameters in stages.values() for parameter in parameters}
         self._summed_last = [p for p in self._parameters if id(p) not in early]

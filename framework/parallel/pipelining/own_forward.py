@@ -170,10 +170,10 @@ class OwnForward:
 
     def links_of_parameters(self) -> dict[int, set[int]]:
         """Return the numbers of the links that use each parameter, by the parameter's id."""
-        return {id(parameter): self._links[id(parameter)] for parameter in self.model.parameters()}
+        return {id(parameter): self._links[id(parameter)] for parameter in nn.Module.parameters(self.model)}
 
     def _tensors(self, link: int) -> list[Tensor]:
-        tensors = {id(t): t for t in self.model.parameters()}
+        tensors = {id(t): t for t in nn.Module.parameters(self.model)}
         return [tensor for key, tensor in tensors.items() if link in self._links[key]]
 
     def buffers(self, stage: Stage, span: range) -> set[int]:
@@ -271,7 +271,7 @@ def _links_of_tensors(model: nn.Module, blocks: Sequence[nn.Module], trace: Trac
     """Return the numbers of the links that use each parameter and buffer, by its id. Uncut for a use between two blocks."""
     links: defaultdict[int, set[int]] = defaultdict(set)
     for number, block in enumerate(blocks):
-        for tensor in (*block.parameters(), *block.buffers()):
+        for tensor in (*nn.Module.parameters(block), *block.buffers()):
             links[id(tensor)].add(number + 1)
     numbers = {block: number for number, block in enumerate(blocks)}
     entered: dict[nn.Module, int] = {}  # the link in which a module is first entered
@@ -287,7 +287,7 @@ def _links_of_tensors(model: nn.Module, blocks: Sequence[nn.Module], trace: Trac
                 raise Uncut("a weight or buffer is used between its blocks")
             links[id(event.what)].add(0 if num_left == 0 else len(blocks) + 1)
     for module in model.modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        for tensor in (*nn.Module.parameters(module, recurse=False), *module.buffers(recurse=False)):
             if not links[id(tensor)]:  # not used in an evaluation
                 links[id(tensor)].add(entered.get(module, 0))
     return links

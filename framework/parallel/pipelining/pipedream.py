@@ -79,7 +79,7 @@ class PipeDream(EngineAround):
         # a separate group: under NCCL, messages of two processes in two directions would wait in one queue
         self._backward_group = world.groups.new_group()
         self._connect()
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(self.module) if p.requires_grad]
         self._under_way: deque[_UnderWay] = deque()
         self._sends: list[list[tuple[dist.Work, Tensor]]] = [[]]  # of the step before, and of this step
         self._num_updates = 0

@@ -21,7 +21,7 @@ def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Te
     A token goes to each of its experts, even if many other tokens go there: no token is dropped, and no place is left empty.
     Source: Lepikhin et al. 2020, "GShard"; without its capacity.
     """
-    num_experts, kinds = next(module.parameters()).shape[0], dict[Any, torch.dtype]()
+    num_experts, kinds = next(nn.Module.parameters(module)).shape[0], dict[Any, torch.dtype]()
     share = -(-num_experts // group.size())  # as DTensor cuts: the last ranks may have fewer experts, or none
 
     def run(*given: Tensor, **named: Tensor) -> Tensor:

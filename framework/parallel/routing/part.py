@@ -34,7 +34,10 @@ def fault_of(module: nn.Module, choices: Choices | None) -> str | None:
     """
     kind = type(module).__name__
     stacked = dict(module.named_parameters(recurse=False))
-    if len(stacked) < len([*module.parameters(), *module.buffers()]) or len({p.shape[:1] for p in stacked.values()}) != 1:
+    if (
+        len(stacked) < len([*nn.Module.parameters(module), *module.buffers()])
+        or len({p.shape[:1] for p in stacked.values()}) != 1
+    ):
         return f"{kind} has tensors that are not stacked by its experts, (num_experts, ...), in the module itself"
     if choices is None:
         return f"{kind} was never called with tokens (N, D), indices (N, K) and weights (N, K)"

@@ -27,7 +27,7 @@ class Hogwild(EngineAround):
     def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
         super().__init__(engine)
         self._world = world
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(engine.module) if p.requires_grad]
         self._server: ParameterStore | None = None  # only on rank 0
         self._optimizer: torch.optim.Optimizer  # set by make_optimizer
         self._num_samples = 0  # of this rank, in the current step

@@ -26,7 +26,7 @@ class Synchronous(EngineAround):
     def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
         super().__init__(engine)
         self._device = world.device
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._parameters = [p for p in nn.Module.parameters(engine.module) if p.requires_grad]
         self._side = Server(world) if world.rank == 0 else Client(world)
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
