@@ -64,6 +64,7 @@ def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, A
     ({"dataset": {"_target_": TOKENS, "source": "a"}}, {"dataset": {"_target_": TOKENS, "source": "b"}}),
     ({"parallel": {"_target_": FSDP, "prefetch": 1}}, {"parallel": {"_target_": FSDP, "prefetch": None}}),
     ({"metric": {}}, {}),
+    (node(init_from=None, parts=None), node()),
 ])  # fmt: skip
 def test_two_configurations_are_one_run(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert identity(one) == identity(other)

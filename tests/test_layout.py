@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-HYDRA = {"train.py", "framework/config/compose.py", "framework/config/overrides.py"}
+HYDRA = {"train.py", *(f"framework/config/{part}.py" for part in ("compose", "overrides", "targets"))}
 
 FRAMEWORK = sorted((ROOT / "framework").rglob("*.py"))
 MODELS = sorted((ROOT / "models").rglob("*.py"))

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from framework.config.annotations import number_arguments
 from framework.config.frozen_file import digest_of
 from framework.config.init_from import init_identity
-from framework.config.schema import RunConfig, section_of
+from framework.config.schema import OWN, RunConfig, section_of
 
 # Keys that decide how or where a run is executed, not what it computes. They are not part of its identity.
 EXECUTION = (
@@ -31,11 +31,7 @@ def identity(config: Mapping[str, Any]) -> str:
     by their content, not by their paths.
     """
     kept = {name: _as_read(name, value) for name, value in (_DEFAULTS | dict(config)).items() if name not in EXECUTION}
-    kept = _without(kept, execution_keys(config))
-    model = kept.get("model")
-    if isinstance(model, dict) and model.get("init_from") is not None:
-        kept["model"] = model | {"init_from": init_identity(model["init_from"])}
-    return digest_of(kept)[:12]
+    return digest_of(_without(kept, execution_keys(config)))[:12]
 
 
 def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -51,6 +47,10 @@ _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields
 
 def _as_read(name: str, value: Any) -> Any:
     """Return a section as its types read it: with defaults, and with numbers of the annotated types."""
+    if isinstance(value, dict) and name in OWN:  # the framework's keys: null is none
+        value = {key: item for key, item in value.items() if item is not None or key not in OWN[name]}
+    if name == "model" and isinstance(value, dict) and "init_from" in value:
+        value["init_from"] = init_identity(value["init_from"])
     section = section_of(RunConfig.model_fields[name].annotation) if name in RunConfig.model_fields else None
     try:
         return _with_numbers(value) if section is None else section.model_validate(value).model_dump()

@@ -13,7 +13,7 @@ from framework.checkpoint.stored import stored_tensors
 from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
 from framework.config.modes import MODES
-from framework.config.schema import INIT, OWN, CheckpointSection, Node, RunConfig, TrainerSection
+from framework.config.schema import INIT, CheckpointSection, Node, RunConfig, TrainerSection
 from framework.config.targets import locate
 from framework.config.validation import problems_of_build
 from framework.distributed.mesh import resolve_axes
@@ -104,7 +104,7 @@ def _shapes_of(node: Node, *, seed: int) -> tuple[nn.Module | None, list[Problem
     try:
         model = components.shapes_of(node, seed=seed)
     except (Exception, SystemExit) as error:  # a user's model may raise anything
-        return None, problems_of_build("model", node, error, own=(*OWN["model"], *INIT))
+        return None, problems_of_build("model", node, error, own=(*INIT, "parts"))
     if not isinstance(model, nn.Module):
         return None, [Problem("model", f"{node['_target_']} gives a {type(model).__name__}", "a torch.nn.Module")]
     if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:

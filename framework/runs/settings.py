@@ -88,7 +88,7 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 def _plain(value: Any) -> str:
     if isinstance(value, str):
-        looks_like_another = value[:1] in "['\"{" or value in ("null", "true", "false") or parsed(value) is not None
+        looks_like_another = value[:1] in "['\"" or value in ("null", "true", "false", "{}") or parsed(value) is not None
         return repr(value) if looks_like_another else value
     return _exact(value)
 
