@@ -47,6 +47,40 @@ def live_lines(shown: Shown) -> list[str]:
 # --- the live line
 
 
+def test_a_breakpoint_in_a_model_has_the_terminal_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(STOPPING)
+    said: list[bytes] = []
+
+    def answer(shown: Shown, terminal: int) -> None:
+        if shown.received.count(b"(Pdb) ") > len(said):
+            said.append([b"p 6 * 7\n", b"c\n"][len(said) % 2])
+            os.write(terminal, said[-1])
+
+    words = ["model._target_=net.Net", "trainer.max_steps=4", "trainer.max_epochs=null", "trainer.log_every=1"]
+    shown = show([*TRAIN, *words], directory=tmp_path, columns=100, look=answer)
+    assert shown.code == 0 and said == [b"p 6 * 7\n", b"c\n"], shown.lines
+    asked = next(number for number, line in enumerate(shown.lines) if line == "(Pdb) p 6 * 7")
+    assert shown.lines[asked + 1 : asked + 3] == ["42", "(Pdb) c"]
+    from_prompt = shown.received[shown.received.index(b"(Pdb) ") : shown.received.index(b"(Pdb) c")]
+    assert "━".encode() not in from_prompt  # no live line
+    assert any(line.startswith("step 4/4  loss") for line in shown.lines), shown.lines  # plain lines from there on
+
+
+STOPPING = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes=10):
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+
+    def forward(self, x):
+        if self.training and not hasattr(Net, "stopped"):
+            Net.stopped = True
+            breakpoint()
+        return super().forward(x)
+"""
+
+
 def forms(*, total_steps: int, metric: str = "accuracy", loss: float = 2.13642) -> dict[str, tuple[str, ...]]:
     line = LiveLine(run_info(total_steps=total_steps))
     line.update(

@@ -49,6 +49,14 @@ def batch_transform(node: Node) -> Callable[[Any, Any], tuple[Any, Any]] | None:
     return transform
 
 
+def kept_on_cpu(node: Node) -> list[str]:
+    """Return the names of the inputs and targets that stay on the CPU. ValueError if they are not names."""
+    names = node.get("keep_on_cpu") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"dataset.keep_on_cpu={names!r}: is not valid (a list of names of inputs or targets, as in [lengths])")
+    return names
+
+
 def sampler(node: Node) -> Any:
     """Build the sampler; None for a permutation. ValueError for bad arguments."""
     return component(node)() if node else None

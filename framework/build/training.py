@@ -191,6 +191,7 @@ class Builder:
             dtype=self.precision.parameters,
             batch_transform=components.batch_transform(config.dataset) if is_training else None,
             split=split,
+            keep_on_cpu=components.kept_on_cpu(config.dataset),
             channels_last=bool(config.trainer.channels_last),
         )
 

@@ -16,7 +16,7 @@ EXECUTION = (
     "rehearse", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
     "checkpoint.max_failures", "trainer.profile", "trainer.activation_offload",
     "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",
-    "dataset.num_workers",  # of any dataset: the framework reads it, and starts so many loader processes
+    "dataset.num_workers", "dataset.keep_on_cpu",  # of any dataset: the framework reads them
 )  # fmt: skip
 
 # The same, for arguments of the framework's own components: in a user's component, such a name may decide what is computed.

@@ -17,7 +17,7 @@ Node = dict[str, Any]  # a component's node: data for its `_target_`
 
 
 INIT = ("init_from", "init_digest")  # not arguments of the model: the source of its weights, and the files' checksums
-OF_DATA = ("batch_transform",)  # not an argument of the dataset: a change of its micro-batches
+OF_DATA = ("batch_transform", "keep_on_cpu")  # not arguments of the dataset: what happens to its micro-batches
 OWN = {
     "model": ("init_from", "parts"),
     "dataset": OF_DATA,

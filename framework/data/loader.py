@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from multiprocessing.synchronize import Semaphore
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
 from framework.data.source import Dataset, Source, Split, is_in_memory, is_vectorised
-from framework.data.to_device import ToDevice
+from framework.data.to_device import ToDevice, mapped_except
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.randomness import key, keys, seed_generators, seeded
@@ -46,6 +46,7 @@ class Loader:
     dtype: torch.dtype
     batch_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of a micro-batch's inputs and targets, in training
     split: str = ""  # for messages
+    keep_on_cpu: Collection[str] = ()  # the names of inputs and targets that a model needs there, whatever its device
     channels_last: bool = False  # the memory format of images; their shape stays (B, C, H, W)
 
     def __post_init__(self) -> None:
@@ -154,7 +155,7 @@ class Loader:
         steps = self._read(self._start_processes(positions, fetch)) if self.num_workers else map(fetch, positions())
         if self.device.type == "cuda":
             finish = partial(self._transformed, is_training=False) if self._later else lambda micro_batch: micro_batch
-            return map(ToDevice(self.device, finish=finish), steps)
+            return map(ToDevice(self.device, finish=finish, kept=self.keep_on_cpu), steps)
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
 
     @staticmethod
@@ -207,7 +208,8 @@ class Loader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _to_device(self, step: Step) -> Step:
-        return step._replace(micro_batches=[m.mapped(lambda t: t.to(self.device)) for m in step.micro_batches])
+        there = [mapped_except(self.keep_on_cpu, m, lambda tensor: tensor.to(self.device)) for m in step.micro_batches]
+        return step._replace(micro_batches=there)
 
 
 def as_tensors(stored: Any) -> Any:

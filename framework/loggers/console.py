@@ -1,5 +1,6 @@
 """The console: on a terminal, a live line below a table of the evaluations; elsewhere, plain lines."""
 
+import bdb
 import logging
 import math
 import sys
@@ -31,6 +32,18 @@ class Console:
         self._start = time.monotonic()
         self._shown_at = -math.inf
         self._terminal = Terminal.of(run)
+        if self._terminal is not None:
+            self._leave_to_debuggers()
+
+    def _leave_to_debuggers(self) -> None:
+        """Print plain lines from the first breakpoint on: the live line would hide a debugger's prompt."""
+        begin = bdb.Bdb.__init__
+
+        def without_live_line(debugger: bdb.Bdb, *arguments: Any, **options: Any) -> None:
+            self.close({})  # before the debugger takes sys.stdout
+            begin(debugger, *arguments, **options)
+
+        bdb.Bdb.__init__ = without_live_line  # type: ignore[method-assign,assignment]
 
     def log(self, row: dict[str, Any]) -> None:
         now, is_training = time.monotonic(), row["split"] == "train"
@@ -60,6 +73,7 @@ class Console:
     def close(self, summary: dict[str, Any]) -> None:
         if self._terminal is not None:
             self._terminal.close()
+            self._terminal = None
 
 
 class Terminal:

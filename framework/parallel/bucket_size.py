@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,13 +36,13 @@ class Replica:
         self,
         model: nn.Module,
         *,
-        device_ids: Sequence[torch.device] | None,
         hook: Hook | None,
         bucket_cap_mb: int,
         options: Mapping[str, Any],
     ) -> None:
         self._model, self._hook = model, hook
-        self._options = {"device_ids": device_ids, **without_buffer_sync(), **options}  # buffers follow micro-batch 0
+        # buffers follow micro-batch 0; without device_ids, the inputs stay on the devices where the loader has put them
+        self._options = {**without_buffer_sync(), **options}
         self._wrapper: DistributedDataParallel | None = None
         self.wrap(bucket_cap_mb)
 

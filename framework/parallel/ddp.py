@@ -123,8 +123,7 @@ def replicated(
     Without `bucket_cap_mb`, the engine measures the best bucket size. `hook` averages the gradients instead of summing them:
     a name, or a function of a group and a bucket. If a process has several devices, the model must already be on them.
     """
-    is_on_one = len(world.devices) == 1
-    if is_on_one:
+    if len(world.devices) == 1:
         model.to(world.device)
     if forward.trains_by_step:  # DDP needs one forward pass for each backward pass, and every weight used in it
         return DataParallelEngine(
@@ -140,7 +139,6 @@ def replicated(
         )
     replica = Replica(
         model,
-        device_ids=[world.device] if is_on_one and world.device.type == "cuda" else None,
         hook=hook,
         bucket_cap_mb=bucket_cap_mb or DEFAULT_MB,
         options=options,

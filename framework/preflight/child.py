@@ -1,5 +1,6 @@
 """A forked process for trials: what the user's code stores, caches, prints or breaks there does not reach the run."""
 
+import bdb
 import json
 import multiprocessing
 import os
@@ -98,6 +99,7 @@ def end_of(code: int) -> str:
 def _child(work: Callable[[], Found], answer: Connection, stacks: IO[str], is_silent: bool) -> None:
     begin_child()
     write_stacks_to(stacks)
+    bdb.Bdb.set_trace = lambda *_, **__: None  # type: ignore[assignment]  # no terminal: the run itself stops at a breakpoint
     if is_silent:
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 1)

@@ -71,7 +71,7 @@ def _small(trained: Sequence[Trainable], optimizer: Node) -> list[Trainable]:
     return list(found.values())
 
 
-_CLOSURE = "needs a closure, but a step has only one backward pass"
+_CLOSURE = "needs a closure, but a step has only one backward pass (part=sharpness is SAM; the others need another optimizer)"
 
 
 def _step_fault(optimizer: torch.optim.Optimizer) -> str:
@@ -87,8 +87,8 @@ def _step_fault(optimizer: torch.optim.Optimizer) -> str:
             parameter.grad = torch.ones_like(parameter)
     try:
         optimizer.step()
-    except TypeError as error:
-        if "closure" in parameters and "NoneType" in str(error):
+    except Exception as error:
+        if "closure" in parameters and ("NoneType" in str(error) or "closure" in str(error)):
             return _CLOSURE
         raise
     if odd := [key for key in optimizer.state if not isinstance(key, Tensor)]:

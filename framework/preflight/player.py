@@ -86,7 +86,7 @@ class Player:
 
     def __init__(self, build: Builder) -> None:
         config, self._build, self.task, self._dataset = build.config, build, build.task, build.dataset
-        with blamed("model", "it cannot be built", "the same arguments build it in a plain script"):
+        with blamed("model", "it cannot be built", "does a plain script build it with these arguments? then please report it"):
             self.module = build.model()
         _require_own_memory(dict(self.module.named_parameters()), key="model", cure="assign the parameter, not its .data")
         self.module.train()
@@ -184,7 +184,10 @@ class Player:
         """
         build = self._build
         self.parts.evaluating("val")
-        with blamed("model", "an evaluation fails", "the same evaluation runs in a plain script"), in_eval_mode(self.module):
+        with (
+            blamed("model", "an evaluation fails", "does it run in a plain script? then please report it"),
+            in_eval_mode(self.module),
+        ):
             sums = self.engine.evaluate(step)
             training = [name or "the model" for name, part in self.module.named_modules() if part.training]
         if training:

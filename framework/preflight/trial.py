@@ -65,7 +65,7 @@ class Trial:
         with blamed("scheduler", "it fails", "see scheduler.*"):
             first.require_schedules(self.samples.plan.total_steps, epochs_before=self.samples.order.epochs_before)
         for index, step in enumerate(steps[:_BEFORE]):
-            with blamed("model", "a step fails", "the same step runs in a plain script"):
+            with blamed("model", "a step fails", "does it run in a plain script? then please report it"):
                 first.forward_backward(step, index=index)
             if sparse := [name for name, p in first.module.named_parameters() if p.grad is not None and p.grad.is_sparse]:
                 raise Refused("model", f"{sparse[0]} has a sparse gradient, which is not supported", "sparse=False")

@@ -1,6 +1,7 @@
 """Data of users: the same samples in any order of first use and with any loader processes; a fault is named."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from framework.build.components import kept_on_cpu
 from framework.data.loader import Loader, load
 from framework.data.map_style import MapStyle
 from framework.data.order import Order
@@ -99,3 +101,22 @@ def test_a_sample_that_is_none_is_damaged_unless_a_collate_function_takes_it() -
         loader_of(Damaged).source.sample(1)  # type: ignore[attr-defined]
     assert loader_of(Damaged, on_error="skip").source.sample(1)[1] == 2  # type: ignore[attr-defined]
     assert loader_of(Damaged, collate=drop).source.sample(1) is None  # type: ignore[attr-defined]
+
+
+def test_named_tensors_stay_on_the_cpu_for_a_model_that_needs_them_there() -> None:
+    """Such as the lengths of `pack_padded_sequence`."""
+    made = loader_of(Points, collate=lambda samples: ({"x": torch.stack([x for x, _ in samples]), "length": torch.tensor([12] * len(samples))},
+                                                      torch.tensor([y for _, y in samples])))  # fmt: skip
+    made = replace(made, device=torch.device("meta"), keep_on_cpu=["length"])
+    (micro_batch, *_) = next(made.train(0)).micro_batches
+    devices = {name: tensor.device.type for name, tensor in micro_batch.inputs.items()} | {
+        "targets": micro_batch.targets.device.type
+    }
+    assert devices == {"x": "meta", "length": "cpu", "targets": "meta"}
+
+
+@pytest.mark.parametrize("value", ["length", [1]])
+def test_what_stays_on_the_cpu_is_a_list_of_names(value: Any) -> None:
+    assert kept_on_cpu({"keep_on_cpu": ["length"]}) == ["length"]
+    with pytest.raises(ValueError, match="dataset.keep_on_cpu="):
+        kept_on_cpu({"keep_on_cpu": value})
