@@ -47,6 +47,7 @@ def plant(num_devices: int) -> None:
         join(self, store)
 
     def emulated_start(*args: Any, **kwargs: Any) -> World:
+        torch._C._set_multithreading_enabled(False)  # it belongs to a thread, and a process is forked by another one
         world = start(*args, **kwargs)
         first = world.local_rank * num_devices
         return dataclasses.replace(world, devices=[torch.device("emu", first + index) for index in range(num_devices)])

@@ -45,6 +45,7 @@ def test_two_files_of_each_kind() -> None:
         "conf/model/pretrained_style.yaml",
         "conf/model/gpt2.yaml",
         "simclr.py",
+        "own_loss.py",
         "conf/task/simclr.yaml",
     }
     used = {word.partition("=")[0] for command in commands(PAGE) for word in command.line.split()}

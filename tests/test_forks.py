@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from framework.preflight import child
-from framework.preflight.child import Failure, in_child
+from framework.preflight.child import ChildFailure, in_child
 from framework.runtime.files import own_file_positions
 
 _FORK = multiprocessing.get_context("fork")
@@ -50,13 +50,16 @@ def wait_for_a_lock() -> list[dict[str, float]]:
     return []
 
 
-def test_a_child_that_waits_forever_is_ended_with_the_place_where_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_waits_forever_is_ended_with_the_place_where_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(child, "_SILENT_S", 0.5)
     monkeypatch.setattr(child, "_HANGS_S", 1.0)
     began = time.monotonic()
     found, failure = in_child(wait_for_a_lock)
     assert (found, time.monotonic() - began < 30) == ([], True)
     assert failure is not None and failure.hangs and not failure.is_unfinished
+    assert "the check of this run has done nothing for" in caplog.text and f": it waits at {__file__}:" in caplog.text
     assert failure.what.startswith(f"it waits forever at {__file__}:") and failure.what.endswith("in wait_for_a_lock")
 
 
@@ -70,7 +73,7 @@ def test_only_a_lack_of_time_or_memory_leaves_a_child_s_work_unfinished(error: E
     assert failure is not None and failure.is_unfinished is is_unfinished
     assert failure.what.startswith(f"{type(error).__name__}: ") and f"at {__file__}:" in failure.what
     _, late = in_child(lambda: time.sleep(60) or [], limit_s=0.2)  # type: ignore[func-returns-value]
-    assert late == Failure("it took more than 0 s", is_unfinished=True)
+    assert late == ChildFailure("it took more than 0 s", is_unfinished=True)
 
 
 def test_a_child_moves_no_place_in_its_parent_s_files(tmp_path: Path) -> None:

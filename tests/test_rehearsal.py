@@ -62,6 +62,7 @@ def users(train: str, *words: str) -> list[str]:
             *words]  # fmt: skip
 
 
+UNWEIGHTED = "task={_target_: tests.faulty.OnlyLoss}"
 DROP = "dataset.collate={_target_: tests.faulty_data.drop, _partial_: true}"
 COUPLED = "parallel: 2 processes compute different results ... after ... more updates by the same gradients: ..."
 FOUND = {
@@ -122,9 +123,9 @@ FOUND = {
     "a split that draws without a seed": (users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit, own: true}"), "dataset: its val split has other samples each time it is loaded ... draw from torch"),
     "a training split that draws without a seed": (users("DrawnSplit own: true"), "dataset: its train split has other samples each time it is loaded ..."),
     "samples of a process": (users("OfProcess", "dataset.num_workers=2"), "dataset: its samples differ in loader processes ... dataset.num_workers=0"),
-    "rows left out": (users("Damaged", DROP), "dataset: a micro-batch of 10 samples has 7 rows, but its loss is divided by the number of samples ..."),
-    "rows left out, on two": (users("Damaged", DROP, "parallel=ddp", TWO), "dataset: a micro-batch of 5 samples has ... rows, but its loss ..."),
-    "rows twice": (users("Points", "+dataset.batch_transform={_target_: tests.faulty_data.Twice}"), "dataset: a micro-batch of 10 samples has 20 rows ..."),
+    "rows left out": (users("Damaged", DROP, UNWEIGHTED), "dataset: a micro-batch of 10 samples has 7 rows, but its loss is divided by the number of samples ..."),
+    "rows left out, on two": (users("Damaged", DROP, UNWEIGHTED, "parallel=ddp", TWO), "dataset: a micro-batch of 5 samples has ... rows, but its loss ..."),
+    "rows twice": (users("Points", "+dataset.batch_transform={_target_: tests.faulty_data.Twice}", UNWEIGHTED), "dataset: a micro-batch of 10 samples has 20 rows ..."),
     "epochs of another length": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=shorter"), "sampler: epoch 3 has 20 samples, and epoch 0 has 40 (all epochs ..."),
     "numbers of no sample": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=beyond"), "sampler: epoch 0 has the sample 4 ... 0 to 39 ..."),
     "a last batch of one sample": (users("Points n: 1001", "+model.is_normed=true"), "model: it does not take a micro-batch of 1 sample, the run's smallest: ValueError: Expected more than 1 value ... (drop_last=true ..."),
@@ -211,6 +212,7 @@ RIGHT = {
         "micro_batch_size=4",
     ],
     "statistics, without the short last batch": users("Points n: 41", "+model.is_normed=true", "drop_last=true"),
+    "rows left out, with a weight, on two": users("Damaged", DROP, "parallel=ddp", TWO, "micro_batch_size=5"),
     "a split that draws": users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit}"),
     "a sampler of lists": users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=list"),
 }

@@ -9,7 +9,7 @@ import torch
 import torch.optim.lr_scheduler as of_torch
 from torch import nn
 
-from framework.build import components
+from framework.build.schedules import schedule as schedule_of
 from framework.build.training import Builder
 from framework.config.schema import Node
 from framework.data.order import Order
@@ -61,7 +61,7 @@ def by_hand(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer, *, eve
 def made(node: Node, optimizer: torch.optim.Optimizer, *, total_steps: int = STEPS) -> Schedule:
     order = Order(num_samples=EPOCH * 8, global_batch_size=8, seed=0, drop_last=False)
     like = optimizer.param_groups[0]
-    return components.schedule(node, total_steps=total_steps, lr=0.1, like=like, epochs_before=order.epochs_before)
+    return schedule_of(node, total_steps=total_steps, lr=0.1, like=like, epochs_before=order.epochs_before)
 
 
 @pytest.mark.parametrize("every", ["step", "epoch"])

@@ -3,14 +3,13 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from framework.build.stored_data import with_copies
 from framework.config.folders import option_node, options
 from framework.config.init_from import init_contents
 from framework.config.schema import INIT, OF_DATA, Node
-from framework.config.targets import arguments_of, component, instantiated, locate, signature_of
+from framework.config.targets import arguments_of, component, instantiated, locate
 from framework.data.source import Dataset
 from framework.runtime.problem import Problem
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from framework.engine.seam import Task
     from framework.loggers.sink import Sink
     from framework.optim.optimizers import BuildOptimizer
-    from framework.optim.schedules import Schedule
 
 # The names that other projects use for the facts of a dataset.
 ALIASES = {
@@ -155,52 +153,6 @@ def optimizer_builder(node: Node) -> "BuildOptimizer":
     rules = rules_of(node.get("groups") or [])
     build = component({name: value for name, value in node.items() if name != "groups"})
     return lambda trained: build(param_groups(trained, rules))
-
-
-def schedule(
-    node: Node, *, total_steps: int, lr: float, like: Mapping[str, Any], epochs_before: Callable[[int], int]
-) -> "Schedule":
-    """Return the schedule that a node names: of this project, or a scheduler of torch, which takes an optimizer.
-
-    `like` are the options of the optimizer's parameter groups, `epochs_before` returns the epochs before a step.
-    """
-    from framework.optim.schedules import Schedule, tabulated
-
-    every = node.get("every")
-    if every not in (None, "epoch", "step"):
-        raise ValueError(f"scheduler.every: {every!r} is not valid (epoch or step)")
-    if not _takes_optimizer(node):
-        if every is not None:
-            raise ValueError("scheduler.every: this schedule is a function of the step (without it)")
-        share = component(node)
-        return Schedule(lambda step: share(step, total_steps))
-    totals = _TOTALS & signature_of(node["_target_"]).arguments.keys()
-    if every is None and not totals:  # a scheduler that takes the number of steps counts steps
-        raise ValueError("scheduler.every: is missing (epoch or step: when a script calls scheduler.step())")
-    calls_before = epochs_before if every == "epoch" else lambda step: step
-    if "epochs" not in node and all(node.get(name) is None for name in totals):
-        node = node | dict.fromkeys(totals, calls_before(total_steps - 1) + 1)
-    node = {name: value for name, value in node.items() if name != "every"}
-    return tabulated(partial(_scheduler, node), lr=lr, like=like, calls_before=calls_before)
-
-
-_TOTALS = {"total_steps", "num_training_steps"}  # arguments for the number of calls in a run
-
-
-def _takes_optimizer(node: Node) -> bool:
-    return "optimizer" in inspect.signature(locate(node["_target_"])).parameters
-
-
-def _scheduler(node: Node, optimizer: "torch.optim.Optimizer") -> Any:
-    """Build a scheduler for an optimizer, and the schedulers in its node for the same optimizer."""
-
-    def built(value: Any) -> Any:
-        if isinstance(value, dict) and "_target_" in value and _takes_optimizer(value):
-            return _scheduler(value, optimizer)
-        return [built(item) for item in value] if isinstance(value, list) else value
-
-    values = {name: built(value) for name, value in node.items() if name not in ("_partial_", "optimizer")}
-    return component(values)(optimizer=optimizer)
 
 
 def example(info: Mapping[str, int], *, dtype: "torch.dtype | None" = None) -> "Tensor | None":

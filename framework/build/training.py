@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from framework.build import components
 from framework.build.measure import stopwatch
 from framework.build.model_changes import change_model
+from framework.build.schedules import peak_lr, schedules
 from framework.build.stored_data import store_facts
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
@@ -22,8 +22,9 @@ from framework.config.code import own_modules
 from framework.config.init_from import entries_of
 from framework.config.schema import RunConfig
 from framework.config.targets import component, locate
-from framework.data.loader import Loader, Splits, load_shared
+from framework.data.loader import Loader, Splits
 from framework.data.order import Order
+from framework.data.shared import load_shared
 from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
 from framework.engine.forward import Forward, modules_of
@@ -35,8 +36,7 @@ from framework.modules.tensors import Tree
 from framework.modules.trace import give_example
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
-from framework.optim.schedules import Schedule
-from framework.optim.turns import InTurns, turns_of
+from framework.optim.turns import turns_of
 from framework.optim.update import (
     Average,
     AveragedWeights,
@@ -264,35 +264,19 @@ class Builder:
         guard = Guard(holders, module=engine.module, world=self.world, own=own, without=[loop, engine, self.world])
         return LoopParts(parts, loop, guard, blame=blame)
 
-    def _peak_lr(self, optimizer: torch.optim.Optimizer) -> float:
-        node, first = self.config.optimizer, optimizer.param_groups[0]["lr"]
-        return float(first if node.get("turns") else node.get("lr", first))
-
-    def schedules(
-        self, optimizer: torch.optim.Optimizer, *, total_steps: int, epochs_before: Callable[[int], int]
-    ) -> dict[str, Schedule]:
-        """Return the run's schedule under the name "", and the schedules of the turns that have their own."""
-        make, lr = partial(components.schedule, total_steps=total_steps, epochs_before=epochs_before), self._peak_lr(optimizer)
-        names = optimizer.turns_of_groups if isinstance(optimizer, InTurns) else [""]
-        options = dict(zip(reversed(names), reversed(optimizer.param_groups[: len(names)])))  # of the first group of each turn
-        found = {"": make(self.config.scheduler, lr=lr, like=optimizer.param_groups[0])}
-        for turn in turns_of(self.config.optimizer):
-            if turn.scheduler is not None:
-                found[turn.name] = make(turn.scheduler, lr=turn.optimizer.get("lr", lr), like=options[turn.name])
-        return found
-
     def update(
         self, engine: Engine, trained: list[Trainable], *, total_steps: int, epochs_before: Callable[[int], int]
     ) -> Update:
         config = self.config
         optimizer = engine.make_optimizer(components.optimizer_builder(config.optimizer), trained)
-        turns, lr = turns_of(config.optimizer), self._peak_lr(optimizer)
         settings, changes = config.trainer, list[ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
             changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
         if settings.grad_noise.eta is not None:
             changes.append(Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
-        schedules = self.schedules(optimizer, total_steps=total_steps, epochs_before=epochs_before)
+        found = schedules(
+            config.scheduler, optimizer, of=config.optimizer, total_steps=total_steps, epochs_before=epochs_before
+        )
         average: Average | None = None
         shares = [part.average_share for part in self.answering.values() if hasattr(part, "average_share")]
         if averages_itself(optimizer):
@@ -304,17 +288,10 @@ class Builder:
             average = AveragedWeights(trained, share=lambda step: share)
         engine.use_average(average)
         return Update(
-            optimizer,
-            seed=config.seed,
-            peak_lr=lr,
-            schedule=schedules.pop(""),
-            loss_scale=self.precision.loss_scale(),
-            changes=changes,
-            average=average,
-            turns=turns,
-            schedules=schedules,
+            optimizer, seed=config.seed, peak_lr=peak_lr(config.optimizer, optimizer), schedule=found.pop(""), schedules=found,
+            loss_scale=self.precision.loss_scale(), changes=changes, average=average, turns=turns_of(config.optimizer),
             trained=trained,
-        )
+        )  # fmt: skip
 
     def _stopwatch(self) -> Speed:
         config, profile = self.config, (self.config.trainer.profile, self.directory.profile)

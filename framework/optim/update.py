@@ -15,7 +15,7 @@ from framework.optim.precision import LossScale
 from framework.optim.schedules import Schedule
 from framework.optim.turns import InTurns, Turn
 from framework.randomness import key, seed_generators
-from framework.runtime.exits import Unfit, text_of
+from framework.runtime.exits import Unfit, error_text
 from framework.runtime.torch_internals import move_all_towards
 
 ChangeGradients = Callable[[int], None]  # changes this rank's gradients in a step, counted from 0. Collective
@@ -186,7 +186,7 @@ class Update:
             try:
                 schedule.span(total_steps)
             except Exception as error:
-                what = f"it fails within the {total_steps} steps of this run: {text_of(error)}"
+                what = f"it fails within the {total_steps} steps of this run: {error_text(error)}"
                 raise Unfit(f"{name}: {what} (arguments for this number of steps)") from error
 
     def due(self, step: int) -> Sequence[Turn | None]:

@@ -32,14 +32,7 @@ class Replica:
     Without a hook, gradients are summed. The constructor is collective.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        hook: Hook | None,
-        bucket_cap_mb: int,
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, model: nn.Module, *, hook: Hook | None, bucket_cap_mb: int, options: Mapping[str, Any]) -> None:
         self._model, self._hook = model, hook
         # buffers follow micro-batch 0; without device_ids, the inputs stay on the devices where the loader has put them
         self._options = {**without_buffer_sync(), **options}

@@ -137,12 +137,7 @@ def replicated(
             make_optimizer=make_optimizer or dealing(world),
             finish=partial(sum_gradients, [p for p in nn.Module.parameters(model) if p.requires_grad]),
         )
-    replica = Replica(
-        model,
-        hook=hook,
-        bucket_cap_mb=bucket_cap_mb or DEFAULT_MB,
-        options=options,
-    )
+    replica = Replica(model, hook=hook, bucket_cap_mb=bucket_cap_mb or DEFAULT_MB, options=options)
     trained_by_name = {name: p for name, p in model.named_parameters() if p.requires_grad}
     engine = DataParallelEngine(
         model,

@@ -22,6 +22,7 @@ from framework.config.modes import MODES
 from framework.config.schema import (
     COMPONENTS,
     OF_DATA,
+    OF_SCHEDULER,
     OWN,
     SEVERAL,
     CheckpointSection,
@@ -198,7 +199,7 @@ def _problems_of_turns(optimizer: Node, *, known: list[str]) -> list[Problem]:
         found = component_problems("optimizer", turn.optimizer, known=known, own=("groups",))
         problems += [dataclasses.replace(problem, key=problem.key.replace("optimizer", key, 1)) for problem in found]
         if turn.scheduler is not None:
-            found = component_problems("scheduler", turn.scheduler, known=known, own=OWN["scheduler"])
+            found = component_problems("scheduler", turn.scheduler, known=known, own=OF_SCHEDULER)
             problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in found]
     return problems
 

@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from framework.runtime.exits import Exit, Interrupted, lacks_memory, place_of, text_of
+from framework.runtime.exits import Exit, Interrupted, error_text, lacks_memory, place_of
 from framework.runtime.forks import Idleness, begin_child, in_new_thread, place_in, write_stacks_to
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -25,7 +25,7 @@ _SILENT_S, _HANGS_S = 10.0, 20.0  # no process uses a CPU: a message, and the en
 
 
 @dataclass(frozen=True)
-class Failure:
+class ChildFailure:
     """How a process failed. It is only unfinished if it lacked time or memory; anything else is a fault of the work."""
 
     what: str
@@ -38,7 +38,7 @@ class Failure:
 
 def in_child(
     work: Callable[[], Found], *, limit_s: float | None = None, is_silent: bool = False
-) -> tuple[Found, Failure | None]:
+) -> tuple[Found, ChildFailure | None]:
     """Run `work` in a forked process; return its result, and how the process failed, or None. Interrupted by a signal.
 
     `is_silent`: its output is discarded. If it does nothing for ten seconds, a warning says where it waits.
@@ -49,7 +49,7 @@ def in_child(
 
 def _in_child(
     work: Callable[[], Found], stacks: IO[str], *, limit_s: float | None, is_silent: bool
-) -> tuple[Found, Failure | None]:
+) -> tuple[Found, ChildFailure | None]:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(work, theirs, stacks, is_silent))
@@ -66,21 +66,21 @@ def _in_child(
                 place = place_in(child.pid or 0, stacks) or "an unknown place"
                 LOGGER.warning("the check of this run has done nothing for %.0f s: it waits at %s", idle_s, place)
             if limit_s is not None and time.monotonic() - began > limit_s:
-                why = Failure(f"it took more than {limit_s:.0f} s", is_unfinished=True)
+                why = ChildFailure(f"it took more than {limit_s:.0f} s", is_unfinished=True)
             elif idle_s > _HANGS_S:
-                why = Failure(f"it waits forever at {place}", hangs=True)
+                why = ChildFailure(f"it waits forever at {place}", hangs=True)
             if why or PREEMPTION.requested:
                 child.kill()
                 break
         if ours.poll():
             answer: dict[str, Any] = json.loads(ours.recv_bytes())
             child.join()
-            return answer["found"], Failure(**answer["failure"]) if answer["failure"] else None
+            return answer["found"], ChildFailure(**answer["failure"]) if answer["failure"] else None
     child.join()
     if PREEMPTION.requested:
         raise Interrupted("stopped before the start; the same command starts the run")
     was_killed = child.exitcode == -signal.SIGKILL  # the kernel does so if there is no memory
-    return [], why or Failure(f"its process {end_of(child.exitcode or 0)}", is_unfinished=was_killed)
+    return [], why or ChildFailure(f"its process {end_of(child.exitcode or 0)}", is_unfinished=was_killed)
 
 
 def problems_in_child(work: Callable[[], list[Problem]]) -> list[Problem]:
@@ -105,10 +105,10 @@ def _child(work: Callable[[], Found], answer: Connection, stacks: IO[str], is_si
         os.dup2(null, 1)
         os.dup2(null, 2)
     found: Found = []
-    failure: Failure | None = None
+    failure: ChildFailure | None = None
     try:
         found = work()
     except Exception as error:
-        failure = Failure(f"{text_of(error)} (at {place_of(error)})", is_unfinished=lacks_memory(error))
+        failure = ChildFailure(f"{error_text(error)} (at {place_of(error)})", is_unfinished=lacks_memory(error))
     answer.send_bytes(json.dumps({"found": found, "failure": asdict(failure) if failure else None}).encode())
     os._exit(0)

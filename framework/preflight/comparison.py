@@ -13,7 +13,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,13 +25,14 @@ from framework.data.source import Source
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
+from framework.preflight.asking import note_asking
 from framework.preflight.child import end_of
 from framework.preflight.findings import Finding, Refused
 from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
 from framework.preflight.two_steps import Seen, Sketch, first_to_part, two_steps
 from framework.runtime.environment import Environment
-from framework.runtime.exits import RunEnded, place_of, text_of
+from framework.runtime.exits import RunEnded, error_text, place_of
 from framework.runtime.forks import Idleness, begin_child
 from framework.runtime.problem import shown
 
@@ -88,8 +88,7 @@ def compare(build: Builder) -> list[Finding]:
     def fault(node: Node, alone: Builder = alone, expected: Seen = expected) -> str:
         ranks = _run(alone.altered(parallel=node), source, count=count, like=expected)
         of_parts.extend(rank.of_part for rank in ranks[:1] if rank.of_part is not None)
-        if faults := [rank.fault for rank in ranks if rank.fault]:
-            first = min(faults, key=_is_consequence)
+        if first := _first_fault(ranks):
             why = " (its samples do not all enter the same modules)" if expected.do_part else ""
             return f"a step on {count} processes fails with this model{why}: {first}"
         differing = _difference(expected, ranks)
@@ -97,13 +96,8 @@ def compare(build: Builder) -> list[Finding]:
 
     what = fault(parallel)
     if not what and config.precision.name != "fp64":  # what float64 makes equal may not be: a float64 parameter, a cast
-        ranks = _run(build.altered(parallel=parallel), source, count=count, like=Seen(num_updates=1))
-        faults = [rank.fault for rank in ranks if rank.fault]
-        what = (
-            f"a step in {config.precision.name} on {count} processes fails: {min(faults, key=_is_consequence)}"
-            if faults
-            else ""
-        )
+        first = _first_fault(_run(build.altered(parallel=parallel), source, count=count, like=Seen(num_updates=1)))
+        what = first and f"a step in {config.precision.name} on {count} processes fails: {first}"
     if of_parts or not what:
         return of_parts
     watched = _run(alone.altered(parallel=parallel), source, count=count, like=expected, is_watched=True)
@@ -163,6 +157,11 @@ def _difference(expected: Seen, ranks: list[Seen]) -> str:
             if name in rank.early and _far({name: sketch}, {name: rank.early[name]}, what="", scale=expected.scales[name]):
                 return f"first in the buffer {name}, in the first step; {worst}"
     return worst
+
+
+def _first_fault(ranks: list[Seen]) -> str:
+    """Return the fault that has caused the others, or an empty text."""
+    return min((rank.fault for rank in ranks if rank.fault), key=_is_consequence, default="")
 
 
 def _is_consequence(fault: str) -> bool:
@@ -264,24 +263,6 @@ def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float)
     return True
 
 
-_NOT_THE_MODELS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # folders of code
-_ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
-           "all_to_all_single", "barrier", "get_world_size", "get_rank")  # fmt: skip
-
-
-def _note_asking(seen: Seen, frame: FrameType, event: str, _: object) -> None:
-    """As a profiler of Python, record the first call of torch.distributed that neither torch nor this framework makes."""
-    if seen.asks or event != "call" or frame.f_code.co_name not in _ASKING:
-        return
-    if not frame.f_code.co_filename.endswith("distributed_c10d.py"):
-        return
-    caller = frame.f_back
-    if caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # a wrapper of torch's
-        caller = caller.f_back
-    if caller is not None and not any(map(Path(caller.f_code.co_filename).is_relative_to, _NOT_THE_MODELS)):
-        seen.asks = f"{frame.f_code.co_name} at {caller.f_code.co_filename}:{caller.f_lineno}"
-
-
 def _rank(
     rank: int, answer: Connection, build: Builder, source: Source | None, count: int, like: Seen | None, is_watched: bool,
     scratch: Path,
@@ -299,7 +280,7 @@ def _rank(
         build = build.altered(world=world)
         source = build.source("train") if source is None else source
         if is_watched:
-            sys.setprofile(partial(_note_asking, seen))
+            sys.setprofile(partial(note_asking, seen))
         if like is None:
             seen.first, seen.do_part = first_to_part(build, source)
         else:
@@ -313,5 +294,5 @@ def _rank(
     except RunEnded as end:
         seen.fault = str(end)
     except Exception as error:
-        seen.fault = f"{text_of(error)}, at {place_of(error)}"
+        seen.fault = f"{error_text(error)}, at {place_of(error)}"
     answer.send(seen)

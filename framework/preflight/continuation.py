@@ -17,8 +17,8 @@ from framework.preflight.child import end_of
 from framework.preflight.differences import same
 from framework.preflight.findings import Finding, Refused, blamed
 from framework.preflight.player import Player
-from framework.preflight.training_samples import TrainingSamples, tensors_of
-from framework.runtime.exits import place_of, text_of
+from framework.preflight.training_samples import TrainingSamples, batch_tensors
+from framework.runtime.exits import error_text, place_of
 from framework.runtime.forks import begin_child
 
 BEFORE, AFTER = (2.0, 1.0), (1.5,)  # factors of the rows that parts get before and after a save: a best value is from before
@@ -122,7 +122,7 @@ class _Continued:
         self._build, self._run, self._index = build, run, index
 
     def samples(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        validation = tensors_of(validation_step(self._build))
+        validation = batch_tensors(validation_step(self._build))
         later, self._following = TrainingSamples(self._build, run=self._run).late(self._index)
         return tuple(validation), tuple(later)
 
@@ -161,7 +161,7 @@ def _serve(continued: _Continued, theirs: Connection) -> None:
             except Refused as refused:
                 fault = refused.finding
             except Exception as error:
-                fault = f"{text_of(error)} (at {place_of(error)})"
+                fault = f"{error_text(error)} (at {place_of(error)})"
             theirs.send((answer, fault))
 
 

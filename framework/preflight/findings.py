@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from framework.engine.of_samples import WrongRows
-from framework.runtime.exits import Unfit, place_of, text_of
+from framework.runtime.exits import Unfit, error_text, place_of
 
 
 @dataclass(frozen=True)
@@ -43,5 +43,5 @@ def blamed(key: str, what: str, cure: str) -> Iterator[None]:
         raise Refused(own_key, own, remedy) from error
     except Exception as error:
         is_certain = key != "model" or not torch.cuda.is_available()
-        what = f"{what}: {text_of(error)}, at {place_of(error)}"
+        what = f"{what}: {error_text(error)}, at {place_of(error)}"
         raise Refused(key, what, cure, is_certain=is_certain) from error

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.build import components
+from framework.build.schedules import schedule
 from framework.checkpoint.kept import Unkept, changed_values, encoded
 from framework.config.schema import Node
 from framework.engine.seam import Demands
@@ -55,7 +56,7 @@ def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> li
     try:
         lr = optimizer.get("lr", built.param_groups[0]["lr"])
         like, calls = built.param_groups[0], lambda step: step
-        components.schedule(scheduler, total_steps=100, lr=lr, like=like, epochs_before=calls)(1)
+        schedule(scheduler, total_steps=100, lr=lr, like=like, epochs_before=calls)(1)
     except Exception as error:
         return [Problem.of_error("scheduler", error)]
     return []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.build.schedules import schedules
 from framework.build.training import Builder
 from framework.checkpoint.canonical import load_states, state_tensors
 from framework.checkpoint.held import Held
@@ -107,8 +108,11 @@ class Player:
 
     def require_schedules(self, total_steps: int, *, epochs_before: Callable[[int], int]) -> None:
         """Unfit unless the schedules have a rate for each step of a run."""
-        schedules = self._build.schedules(self.update.optimizer, total_steps=total_steps, epochs_before=epochs_before)
-        replace(self.update, schedule=schedules.pop(""), schedules=schedules).require_steps(total_steps)
+        config = self._build.config
+        found = schedules(
+            config.scheduler, self.update.optimizer, of=config.optimizer, total_steps=total_steps, epochs_before=epochs_before
+        )
+        replace(self.update, schedule=found.pop(""), schedules=found).require_steps(total_steps)
 
     def attributes(self) -> dict[tuple[str, str], str]:
         """Return what the run's objects and the user's modules keep outside of their state, by the object's key and a path."""

@@ -37,7 +37,7 @@ def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "war
     if unchecked and unfinished == "problem":
         problems.append(Problem("rehearse", f"the rehearsal was not finished: {unchecked}", "a run would start without it"))
     elif unchecked and not problems:
-        LOGGER.warning("the rehearsal was not finished: %s (%s)", unchecked, _SWITCH)
+        LOGGER.warning("the rehearsal was not finished: %s; the run starts (%s)", unchecked, _SWITCH)
     return problems
 
 
@@ -64,7 +64,7 @@ def perform(build: Builder) -> tuple[list[Finding], str]:
             left = left[1:] if half is not _require_memory else left
         if unchecked:
             left = left[: 1 if config.launch.most_processes == 1 else None]
-            return found, f"{unchecked}; the run starts, and it is not checked whether {' and '.join(left)}"
+            return found, f"{unchecked}; it is not checked whether {' and '.join(left)}"
         if not any(finding.refuses for finding in found) or found[-1].key == "rehearse":
             break
     return found, unchecked

@@ -138,7 +138,7 @@ class TrainingSamples:
             loader, samples_seen = self._loader(), 0
             for _ in range(index):
                 samples_seen += loader.order.size(samples_seen)
-            return tensors_of(loader.train_step(0, later=1)), loader.train_step(samples_seen)
+            return batch_tensors(loader.train_step(0, later=1)), loader.train_step(samples_seen)
 
     def compare(self, others: list[Tensor]) -> None:
         """Refuse data with a memory; `others` is the first result of `late` in a process that has loaded the data itself."""
@@ -164,14 +164,14 @@ def differs_when_loaded(split: str) -> Refused:
 
 def equal(one: Step | MicroBatch, other: Step | MicroBatch) -> bool:
     """Return whether two steps, or two micro-batches, have the same inputs and targets."""
-    return same_tensors(tensors_of(one), tensors_of(other))
+    return same_tensors(batch_tensors(one), batch_tensors(other))
 
 
 def same_tensors(mine: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(mine) == len(theirs) and all(map(same, mine, theirs))
 
 
-def tensors_of(step: Step | MicroBatch) -> list[Tensor]:
+def batch_tensors(step: Step | MicroBatch) -> list[Tensor]:
     """Return the inputs and targets."""
     micro_batches: Iterable[MicroBatch] = [step] if isinstance(step, MicroBatch) else step.micro_batches
     return tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in micro_batches])

@@ -16,7 +16,7 @@ from framework.preflight.differences import Writes, same
 from framework.preflight.findings import Finding, Refused, blamed
 from framework.preflight.player import SINGLE, Player
 from framework.preflight.processes import data_ranks
-from framework.preflight.training_samples import KEYED, TrainingSamples, differs_when_loaded, same_tensors, tensors_of
+from framework.preflight.training_samples import KEYED, TrainingSamples, batch_tensors, differs_when_loaded, same_tensors
 from framework.preflight.two_steps import Sketch, sketches
 
 _BUFFER = {  # the remedies for values that change from step to step
@@ -56,7 +56,7 @@ class Trial:
         steps = self.samples.fetch(_BEFORE + 1)
         validation, later = other.samples()
         self.samples.compare(later)
-        if not same_tensors(tensors_of(validation_step(self.build)), validation):
+        if not same_tensors(batch_tensors(validation_step(self.build)), validation):
             raise differs_when_loaded("val")
         self._look_at_smallest()
         drawn, findings = self._look_at_one_forward(steps[0])
@@ -225,7 +225,8 @@ class Trial:
         """Return two steps with different samples, if there are two samples."""
         size = max(1, step.micro_batches[0].num_samples // 2)
         first, *others = validation_step(self.build, micro_batch_size=size).micro_batches
-        return [step._replace(num_samples=part.num_samples, micro_batches=[part]) for part in (first, [first, *others][-1])]
+        parts = [first, [first, *others][-1]._replace(start=0)]
+        return [step._replace(num_samples=part.num_samples, micro_batches=[part]) for part in parts]
 
     def _compare_evaluations(self, player: Player, other: Continuation, changed: list[tuple[str, str]]) -> None:
         """Refuse a different evaluation after a restore, and `changed` values that go on from one evaluation to the next."""

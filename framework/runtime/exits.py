@@ -61,7 +61,7 @@ def headline(error: Exception) -> str:
     return _headline(error) + getattr(error, REMARK, "")
 
 
-def text_of(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return an error's type and text in one line, at most 200 characters of it."""
     if _quotes_another(error) or _LOADER.search(str(error)):
         return headline(error)

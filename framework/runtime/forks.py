@@ -14,7 +14,7 @@ from framework.runtime.exits import is_own_code
 from framework.runtime.files import own_file_positions
 from framework.runtime.preemption import die_with_parent
 
-T = TypeVar("T")
+Outcome = TypeVar("Outcome")
 
 
 def begin_child() -> None:
@@ -23,13 +23,13 @@ def begin_child() -> None:
     own_file_positions()
 
 
-def in_new_thread(work: Callable[[], T]) -> T:
+def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
     """Return the result of `work`, which runs in a new thread, so that processes which it forks can compute on all cores.
 
     A process continues as the thread that forks it. A team of OpenMP belongs to the thread that has used it and does not
     survive a fork: a process that is forked by such a thread waits forever at its first parallel loop.
     """
-    result: list[T] = []
+    result: list[Outcome] = []
     failure: list[BaseException] = []
 
     def run() -> None:

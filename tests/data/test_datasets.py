@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from framework.data.digits import Digits
-from framework.data.loader import arrays_of
+from framework.data.shared import arrays_of
 from framework.data.source import Arrays, Source, Windows
 from framework.data.synthetic import Synthetic
 

@@ -16,8 +16,8 @@ from framework.data import fashion_mnist, idx
 from framework.data.cifar import CIFAR10, CIFAR100
 from framework.data.fashion_mnist import FashionMNIST
 from framework.data.image_folder import ImageFolder, decode_image
-from framework.data.loader import arrays_of
 from framework.data.mnist import MNIST
+from framework.data.shared import arrays_of
 from framework.data.source import Arrays, Files, Source
 
 SPLITS = ("train", "val", "test")

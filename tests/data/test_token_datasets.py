@@ -95,7 +95,7 @@ def test_tokens_are_neither_read_into_memory_nor_pickled(tmp_path: Path):
     code = f"""
 import pickle, resource
 import numpy as np
-from framework.data.loader import arrays_of
+from framework.data.shared import arrays_of
 from framework.data.tokens import Tokens
 from tests.harness import assert_close, finished
 source = Tokens(root={str(tmp_path / "all.bin")!r}, vocab_size=10).load("train")

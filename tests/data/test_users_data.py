@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from framework.build.components import kept_on_cpu
-from framework.data.loader import Loader, load
+from framework.data.loader import Loader
 from framework.data.map_style import MapStyle
 from framework.data.order import Order
+from framework.data.shared import load_split
 from framework.data.source import Split
 from framework.runtime.exits import Unfit, headline
 from tests.faulty_data import Damaged, DrawnSplit, Dying, Epochs, Odd, Points, Records, drop
@@ -22,7 +23,7 @@ from tests.faulty_data import Damaged, DrawnSplit, Dying, Epochs, Odd, Points, R
 def loader_of(train: Callable[[], Any], *, num_workers: int = 0, **options: Any) -> Loader:
     draw = options.pop("draw", None)
     dataset = MapStyle(train=partial(train), val=partial(Points), test=partial(Points), num_workers=num_workers, **options)
-    source = load(dataset, "train", seed=3)
+    source = load_split(dataset, "train", seed=3)
     order = Order(num_samples=len(source), global_batch_size=10, seed=3, drop_last=False,
                   draw=draw and partial(draw, source=source, seed=3))  # fmt: skip
     return Loader(dataset, source, order=order, micro_batch_size=5, dp_rank=0, dp_size=1, device=torch.device("cpu"),
@@ -41,7 +42,7 @@ def samples_of(order: list[Split], *, seed: int = 0) -> dict[str, list[Any]]:
     found = {}
     for split in order:
         torch.rand(7)  # what was drawn before does not matter
-        found[split] = load(dataset, split, seed=seed).samples.orders  # type: ignore[attr-defined]
+        found[split] = load_split(dataset, split, seed=seed).samples.orders  # type: ignore[attr-defined]
     return found
 
 
@@ -56,7 +57,7 @@ def test_a_load_leaves_the_generators_as_they_are() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    load(MapStyle(train=partial(DrawnSplit)), "train", seed=0)
+    load_split(MapStyle(train=partial(DrawnSplit)), "train", seed=0)
     assert torch.equal(torch.rand(3), expected)
 
 

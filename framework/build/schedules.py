@@ -1,0 +1,77 @@
+"""The schedules that a configuration names: functions of the step, and schedulers of torch, which take an optimizer."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from framework.config.schema import Node
+from framework.config.targets import component, locate, signature_of
+from framework.optim.schedules import Schedule, tabulated
+from framework.optim.turns import InTurns, turns_of
+
+
+def peak_lr(node: Node, optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate that the run's schedule multiplies; `node` is the optimizer's."""
+    first = optimizer.param_groups[0]["lr"]
+    return float(first if node.get("turns") else node.get("lr", first))
+
+
+def schedules(
+    node: Node, optimizer: torch.optim.Optimizer, *, of: Node, total_steps: int, epochs_before: Callable[[int], int]
+) -> dict[str, Schedule]:
+    """Return the schedule of a node under the name "", and those of the turns, in the optimizer's node `of`, with their own."""
+    make, lr = partial(schedule, total_steps=total_steps, epochs_before=epochs_before), peak_lr(of, optimizer)
+    names = optimizer.turns_of_groups if isinstance(optimizer, InTurns) else [""]
+    options = dict(zip(reversed(names), reversed(optimizer.param_groups[: len(names)])))  # of the first group of each turn
+    found = {"": make(node, lr=lr, like=optimizer.param_groups[0])}
+    for turn in turns_of(of):
+        if turn.scheduler is not None:
+            found[turn.name] = make(turn.scheduler, lr=turn.optimizer.get("lr", lr), like=options[turn.name])
+    return found
+
+
+def schedule(
+    node: Node, *, total_steps: int, lr: float, like: Mapping[str, Any], epochs_before: Callable[[int], int]
+) -> Schedule:
+    """Return the schedule that a node names: of this project, or a scheduler of torch, which takes an optimizer.
+
+    `like` are the options of the optimizer's parameter groups, `epochs_before` returns the epochs before a step.
+    """
+    every = node.get("every")
+    if every not in (None, "epoch", "step"):
+        raise ValueError(f"scheduler.every: {every!r} is not valid (epoch or step)")
+    if not _takes_optimizer(node):
+        if every is not None:
+            raise ValueError("scheduler.every: this schedule is a function of the step (without it)")
+        share = component(node)
+        return Schedule(lambda step: share(step, total_steps))
+    totals = _TOTALS & signature_of(node["_target_"]).arguments.keys()
+    if every is None and not totals:  # a scheduler that takes the number of steps counts steps
+        raise ValueError("scheduler.every: is missing (epoch or step: when a script calls scheduler.step())")
+    calls_before = epochs_before if every == "epoch" else lambda step: step
+    if "epochs" not in node and all(node.get(name) is None for name in totals):
+        node = node | dict.fromkeys(totals, calls_before(total_steps - 1) + 1)
+    node = {name: value for name, value in node.items() if name != "every"}
+    return tabulated(partial(_scheduler, node), lr=lr, like=like, calls_before=calls_before)
+
+
+_TOTALS = {"total_steps", "num_training_steps"}  # arguments for the number of calls in a run
+
+
+def _takes_optimizer(node: Node) -> bool:
+    return "optimizer" in inspect.signature(locate(node["_target_"])).parameters
+
+
+def _scheduler(node: Node, optimizer: torch.optim.Optimizer) -> Any:
+    """Build a scheduler for an optimizer, and the schedulers in its node for the same optimizer."""
+
+    def built(value: Any) -> Any:
+        if isinstance(value, dict) and "_target_" in value and _takes_optimizer(value):
+            return _scheduler(value, optimizer)
+        return [built(item) for item in value] if isinstance(value, list) else value
+
+    values = {name: built(value) for name, value in node.items() if name not in ("_partial_", "optimizer")}
+    return component(values)(optimizer=optimizer)
