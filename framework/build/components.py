@@ -10,7 +10,7 @@ from framework.build.stored_data import with_copies
 from framework.config.folders import option_node, options
 from framework.config.init_from import init_contents
 from framework.config.schema import INIT, OF_DATA, Node
-from framework.config.targets import arguments_of, component, instantiated, locate, signature_of
+from framework.config.targets import TOTALS, arguments_of, component, instantiated, locate, signature_of
 from framework.data.source import Dataset
 from framework.runtime.problem import Problem
 
@@ -166,7 +166,7 @@ def schedule(
             raise ValueError("scheduler.every: this schedule is a function of the step (without it)")
         share = component(node)
         return Schedule(lambda step: share(step, total_steps))
-    totals = _TOTALS & signature_of(node["_target_"]).arguments.keys()
+    totals = TOTALS & signature_of(node["_target_"]).arguments.keys()
     if every is None and not totals:  # a scheduler that takes the number of steps counts steps
         raise ValueError("scheduler.every: is missing (epoch or step: when a script calls scheduler.step())")
     calls_before = epochs_before if every == "epoch" else lambda step: step
@@ -174,9 +174,6 @@ def schedule(
         node = node | dict.fromkeys(totals, calls_before(total_steps - 1) + 1)
     node = {name: value for name, value in node.items() if name != "every"}
     return tabulated(partial(_scheduler, node), lr=lr, like=like, calls_before=calls_before)
-
-
-_TOTALS = {"total_steps", "num_training_steps"}  # arguments for the number of calls in a run
 
 
 def _takes_optimizer(node: Node) -> bool:
