@@ -101,6 +101,19 @@ def test_a_function_of_transformers_builds_a_scheduler() -> None:
     assert [round(schedule(step) * 9, 9) for step in range(STEPS)] == [0, 3, 6, *range(9, 0, -1)]
 
 
+def test_the_number_of_steps_that_the_run_gives_is_no_missing_key() -> None:
+    config = checked(
+        "model=mlp", "scheduler._target_=transformers.get_linear_schedule_with_warmup", "+scheduler.num_warmup_steps=3"
+    )
+    assert "num_training_steps" not in config.scheduler
+    checked(
+        "model=mlp",
+        "scheduler._target_=transformers.get_linear_schedule_with_warmup",
+        "+scheduler.num_warmup_steps=3",
+        "+scheduler.num_training_steps=null",
+    )
+
+
 def test_epochs_are_counted_by_their_steps_also_if_batches_grow() -> None:
     order = Order(num_samples=20, global_batch_size=8, seed=0, drop_last=False, grow=lambda seen: 4 if seen < 20 else 8)
     assert [order.epochs_before(step) for step in (9, *range(9))] == [2, 0, 0, 0, 0, 0, 1, 1, 1, 2]

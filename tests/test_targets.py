@@ -1,6 +1,7 @@
 """Components: what a target gets for a mapping or a list, and which keys it takes."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,9 @@ class Sizes:
 
 class Keeper:
     def __init__(self, any: Any = None, config: DictConfig | None = None, names: "ListConfig | None" = None,
-                 sizes: Sizes | None = None, by_name: dict[str, Sizes] | None = None) -> None:  # fmt: skip
-        self.kept = {"any": any, "config": config, "names": names, "sizes": sizes, "by_name": by_name}
+                 sizes: Sizes | None = None, by_name: dict[str, Sizes] | None = None,
+                 of_one: Callable[[float], float] = abs) -> None:  # fmt: skip
+        self.kept = {"any": any, "config": config, "names": names, "sizes": sizes, "by_name": by_name, "of_one": of_one}
 
 
 PATH = "tests.test_targets.Keeper"
@@ -48,6 +50,10 @@ def test_a_mapping_is_a_dict_unless_the_argument_is_a_config(convert: dict[str, 
     assert type(found["any"]) is dict and found["any"] == MAPPING
     assert isinstance(found["config"], DictConfig) and found["config"].a.b[0] == 1
     assert isinstance(found["names"], ListConfig)
+
+
+def test_an_argument_that_is_a_function_of_others_gets_a_node() -> None:
+    assert kept(of_one={"_target_": "math.sqrt", "_partial_": True})["of_one"](9) == 3
 
 
 def test_convert_none_gives_configs_also_to_inner_nodes() -> None:

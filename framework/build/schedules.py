@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from framework.config.schema import Node
-from framework.config.targets import component, locate, signature_of
+from framework.config.targets import TOTALS, component, locate, signature_of
 from framework.optim.schedules import Schedule, tabulated
 from framework.optim.turns import InTurns, turns_of
 
@@ -48,7 +48,7 @@ def schedule(
             raise ValueError("scheduler.every: this schedule is a function of the step (without it)")
         share = component(node)
         return Schedule(lambda step: share(step, total_steps))
-    totals = _TOTALS & signature_of(node["_target_"]).arguments.keys()
+    totals = TOTALS & signature_of(node["_target_"]).arguments.keys()
     if every is None and not totals:  # a scheduler that takes the number of steps counts steps
         raise ValueError("scheduler.every: is missing (epoch or step: when a script calls scheduler.step())")
     calls_before = epochs_before if every == "epoch" else lambda step: step
@@ -56,9 +56,6 @@ def schedule(
         node = node | dict.fromkeys(totals, calls_before(total_steps - 1) + 1)
     node = {name: value for name, value in node.items() if name != "every"}
     return tabulated(partial(_scheduler, node), lr=lr, like=like, calls_before=calls_before)
-
-
-_TOTALS = {"total_steps", "num_training_steps"}  # arguments for the number of calls in a run
 
 
 def _takes_optimizer(node: Node) -> bool:

@@ -17,6 +17,7 @@ from framework.config.folders import ROOT, enter_project
 from framework.config.schema import Node
 from framework.runtime.problem import extra_with, install_command
 
+TOTALS = {"total_steps", "num_training_steps"}  # arguments of schedulers for the number of calls in a run
 HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # a node's keys that are not arguments of its target
 
 # The arguments that the framework passes to a group's component: the number of positional arguments, and the other names.
@@ -82,7 +83,7 @@ def _bound(node: Node, *, as_configs: bool) -> Callable[..., Any]:
         if isinstance(value, dict) and "_target_" in value and any(map(_makes, (kind, *get_args(kind)))):
             return _bound(value, as_configs=as_configs)
         built = instantiated(value, as_configs=as_configs) if is_nested else value
-        is_config = as_configs or not {DictConfig, ListConfig}.isdisjoint((kind, *get_args(kind)))
+        is_config = as_configs or any(one in (DictConfig, ListConfig) for one in (kind, *get_args(kind)))
         return OmegaConf.create(built, flags=_ANY_OBJECT) if is_config and isinstance(built, (dict, list)) else built
 
     values = {name: build(value, arguments[name].annotation if name in arguments else None)
@@ -156,6 +157,8 @@ def signature_of(target: str, *, group: str = "") -> Signature:
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if group.split(".")[0] == "scheduler" and any(p.name == "optimizer" for p in by_place):
         num_given, named = 0, ["optimizer"]  # a scheduler of torch takes only the optimizer
+        if group == "scheduler":  # the run gives the number of calls
+            parameters = [p.replace(annotation=int | None, default=None) if p.name in TOTALS else p for p in parameters]
     hidden = {*named, *(p.name for p in by_place[:num_given])}
     settable = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in hidden]
     takes_any, names = any(p.kind == p.VAR_KEYWORD for p in parameters), tuple(p.name for p in by_place[num_given:])
