@@ -102,9 +102,16 @@ def test_a_function_of_transformers_builds_a_scheduler() -> None:
 
 
 def test_the_number_of_steps_that_the_run_gives_is_no_missing_key() -> None:
-    config = checked("model=mlp", "scheduler._target_=transformers.get_linear_schedule_with_warmup", "+scheduler.num_warmup_steps=3")
+    config = checked(
+        "model=mlp", "scheduler._target_=transformers.get_linear_schedule_with_warmup", "+scheduler.num_warmup_steps=3"
+    )
     assert "num_training_steps" not in config.scheduler
-    checked("model=mlp", "scheduler._target_=transformers.get_linear_schedule_with_warmup", "+scheduler.num_warmup_steps=3", "+scheduler.num_training_steps=null")
+    checked(
+        "model=mlp",
+        "scheduler._target_=transformers.get_linear_schedule_with_warmup",
+        "+scheduler.num_warmup_steps=3",
+        "+scheduler.num_training_steps=null",
+    )
 
 
 def test_epochs_are_counted_by_their_steps_also_if_batches_grow() -> None:
