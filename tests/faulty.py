@@ -264,6 +264,24 @@ class Fixed(Net):
         return x + self.hidden
 
 
+class Added(nn.Sequential):
+    def added(self, x: Tensor) -> Tensor:
+        return x + self[1](self[0](x))
+
+
+class NotByForward(Net):
+    """Calls another method of its blocks than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Added(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.added(x)
+        return x
+
+
 class LayerDrop(Net):
     """Passes over its block now and then: another one on each process."""
 

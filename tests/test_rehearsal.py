@@ -135,6 +135,7 @@ FOUND = {
     "its own sum over processes": ([*model("SumsItself"), "parallel=ddp", TWO, "micro_batch_size=4"], "model: 2 processes compute different results ... its own code asks torch.distributed: all_reduce at ... faulty.py: ..."),
     "draws that no layer shows, cut": ([*model("DroppingWhereCut"), "micro_batch_size=4", "parallel=tensor", TWO], "parallel: 2 processes compute different results ... first in the output of ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
+    "blocks that are not called by forward, fsdp": ([*model("NotByForward"), "model.parts.blocks=blocks", "parallel=fsdp", TWO], "parallel: a step on 2 processes fails with this model: RuntimeError: ... DTensor ... (model.parts.blocks=[], because its code uses the weights of a block ..."),
 }  # fmt: skip
 
 

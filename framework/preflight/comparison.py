@@ -110,6 +110,10 @@ def compare(build: Builder) -> list[Finding]:
         if not computed.fault and not fault(parallel, without, computed):
             cure = "act alike on every process: for local values, use loop.sum(), loop.any() or full_tensor()"
             return [Finding(f"part.{name}", f"{what}; without it, they compute the same", cure)]
+    one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})
+    if "DTensor" in what and not fault(parallel, one_unit):
+        cure = "model.parts.blocks=[], because its code uses the weights of a block outside the block's forward"
+        return [Finding("parallel", what, cure)]
     own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
     return [Finding("parallel", what, next((line for line, node in [*own, *_others()] if not fault(node)), _NONE))]
 
