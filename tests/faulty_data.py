@@ -3,6 +3,9 @@
 import os
 import random
 import struct
+import threading
+import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,29 @@ class Pooled(Points):
         return self.pool.submit(super().__getitem__, i).result()
 
 
+class Polling(Points):
+    """Asks a thread of its constructor, and looks again and again whether it has answered."""
+
+    def __init__(self, n: int = 40) -> None:
+        super().__init__(n)
+        self.asked: deque[int] = deque()
+        self.answers: dict[int, Any] = {}
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            if self.asked:
+                i = self.asked.popleft()
+                self.answers[i] = super().__getitem__(i)
+            time.sleep(0.001)
+
+    def __getitem__(self, i: int) -> Any:
+        self.asked.append(i)
+        while i not in self.answers:
+            time.sleep(0.001)
+        return self.answers.pop(i)
+
+
 class OfProcess(Points):
     """Its samples depend on the process that fetches them."""
 
@@ -133,6 +159,8 @@ class Epochs:
 
     def epoch(self, epoch: int, *, source: Any, seed: int) -> Any:
         count = len(source)
+        if self.kind == "raises" and epoch == 2:
+            raise KeyError("no epoch 2")
         order = np.random.RandomState(seed + epoch).permutation(count)
         kinds = {
             "shorter": order if epoch < 3 else order[: count // 2],
@@ -140,6 +168,10 @@ class Epochs:
             "beyond": order + 3,
             "negative": order - 3,
             "fractions": order + 0.5,
+            "mask": order > 3,
+            "pairs": np.stack([order, order], axis=1),
+            "none": order if epoch < 2 else None,
+            "raises": order,
             "list": order.tolist(),
             "floats": order.astype(float),
         }

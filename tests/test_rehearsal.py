@@ -13,7 +13,7 @@ import pytest
 
 from framework.build.training import Builder
 from framework.distributed.world import World
-from framework.preflight import comparison
+from framework.preflight import child, comparison
 from framework.preflight.findings import Finding
 from framework.preflight.rehearsal import perform
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
@@ -152,6 +152,15 @@ def test_a_block_that_is_passed_over_now_and_then_is_found(strategy: str, seed: 
     assert finding.refuses and "find_unused_parameters=true" in finding.cure
 
 
+@pytest.mark.parametrize("data", ["Pooled", "Polling"])
+def test_loader_processes_that_wait_for_a_thread_are_found_with_the_place(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_SILENT_S", 2.0)
+    monkeypatch.setattr(child, "_HANGS_S", 3.0)
+    (finding,) = found(users(data, "dataset.num_workers=2"))
+    assert finding.refuses and "it waits forever at " in finding.what and "faulty_data.py" in finding.what
+    assert found(users(data)) == []
+
+
 def said(finding: Finding) -> str:
     return f"{finding.key}: {finding.what} ({finding.cure})"
 
@@ -214,6 +223,7 @@ RIGHT = {
     ],
     "statistics, without the short last batch": users("Points n: 41", "+model.is_normed=true", "drop_last=true"),
     "rows left out, with a weight, on two": users("Damaged", DROP, "parallel=ddp", TWO, "micro_batch_size=5"),
+    "a collate function that leaves nothing of few samples": users("Damaged", DROP),
     "a split that draws": users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit}"),
     "a sampler of lists": users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=list"),
 }

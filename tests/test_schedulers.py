@@ -14,7 +14,10 @@ from framework.build.training import Builder
 from framework.config.schema import Node
 from framework.data.order import Order
 from framework.distributed.world import World
+from framework.optim.optimizers import Trainable
+from framework.optim.precision import PRECISIONS
 from framework.optim.schedules import Schedule
+from framework.optim.update import Update
 from framework.preflight.optimizer import optimizer_problems
 from tests.harness import Says, checked, command, finished
 
@@ -60,8 +63,8 @@ def by_hand(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer, *, eve
 
 def made(node: Node, optimizer: torch.optim.Optimizer, *, total_steps: int = STEPS) -> Schedule:
     order = Order(num_samples=EPOCH * 8, global_batch_size=8, seed=0, drop_last=False)
-    like = optimizer.param_groups[0]
-    return schedule_of(node, total_steps=total_steps, lr=0.1, like=like, epochs_before=order.epochs_before)
+    groups = optimizer.param_groups
+    return schedule_of(node, total_steps=total_steps, lr=0.1, groups=groups, epochs_before=order.epochs_before)
 
 
 @pytest.mark.parametrize("every", ["step", "epoch"])
@@ -73,9 +76,54 @@ def test_a_scheduler_sets_in_each_step_what_it_sets_in_a_script(name: str, kind:
     schedule, start = made({**node, "every": every}, one), {key: one.param_groups[0].get(key) for key in ("momentum", "betas")}
     for step in reversed(range(STEPS)):  # a pure function of the step
         expected = by_hand(make, OPTIMIZERS[kind]([nn.Parameter(torch.zeros(2))]), every=every)[step]
-        assert 0.1 * schedule(step) == pytest.approx(expected.pop("lr"), rel=1e-15, abs=0)
-        assert {**start, **schedule.options(step)} == {**start, **expected}
+        assert 0.1 * schedule(step) == pytest.approx(expected["lr"], rel=1e-15, abs=0)
+        assert {**start, **schedule.options(step, 0)} == {**start, **expected}
     assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"] == 0.1
+
+
+class Halving(of_torch.LRScheduler):
+    """Sets a rate that is no multiple of a group's own, and another option."""
+
+    def get_lr(self) -> list[float]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] *= 0.5
+        return [max(0.02, base * 0.5**self.last_epoch) for base in self.base_lrs]
+
+
+OF_GROUPS: dict[str, tuple[Node, Callable[[Any], Any]]] = {
+    "one cycle": ({"_target_": f"{TORCH}.OneCycleLR", "max_lr": 0.1}, lambda o: of_torch.OneCycleLR(o, 0.1, total_steps=STEPS)),
+    "a cycle": ({"_target_": f"{TORCH}.CyclicLR", "base_lr": 0.01, "max_lr": 0.2, "step_size_up": 3, "every": "step"}, lambda o: of_torch.CyclicLR(o, 0.01, 0.2, 3)),
+    "a least rate": ({"_target_": f"{TORCH}.CosineAnnealingLR", "T_max": 12, "eta_min": 0.02, "every": "step"}, lambda o: of_torch.CosineAnnealingLR(o, 12, 0.02)),
+    "options": ({"_target_": "tests.test_schedulers.Halving", "every": "step"}, Halving),
+    "a rate for each": ({"_target_": f"{TORCH}.OneCycleLR", "max_lr": [0.3, 0.1]}, lambda o: of_torch.OneCycleLR(o, [0.3, 0.1], total_steps=STEPS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_each_group_of_parameters_has_the_rate_and_options_of_a_script(name: str) -> None:
+    def optimizer() -> torch.optim.Optimizer:
+        groups = [
+            {"params": [nn.Parameter(torch.zeros(2))], "lr": 0.01, "weight_decay": 0.3},
+            {"params": [nn.Parameter(torch.ones(2))]},
+        ]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    node, make = OF_GROUPS[name]
+    ours, theirs = optimizer(), optimizer()
+    trained = [Trainable(str(n), group["params"][0], False, False) for n, group in enumerate(ours.param_groups)]
+    update = Update(ours, seed=0, peak_lr=0.1, schedule=made(node, ours), loss_scale=PRECISIONS["fp32"].loss_scale(), changes=[],
+                    average=None, trained=trained)  # fmt: skip
+    scheduler = make(theirs)
+    for step in range(STEPS):
+        for own, by_hand in zip(ours.param_groups, theirs.param_groups):
+            own["params"][0].grad, by_hand["params"][0].grad = torch.ones(2), torch.ones(2)
+        update.take(step, grad_norm=None)
+        theirs.step()
+        for own, by_hand in zip(ours.param_groups, theirs.param_groups):
+            for option in ("lr", "momentum", "weight_decay"):
+                assert own[option] == pytest.approx(by_hand[option], rel=1e-15), (step, option)
+            assert torch.equal(own["params"][0], by_hand["params"][0])
+        scheduler.step()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +138,7 @@ def test_one_cycle_has_the_steps_of_the_run_unless_it_says_its_own(node: Node, c
     for number in range(STEPS // EPOCH if "every" in node else STEPS):
         at = number * EPOCH if "every" in node else number
         assert 0.1 * schedule(at) == pytest.approx(expected.get_last_lr()[0], rel=1e-15)
-        assert schedule.options(at) == {"momentum": expected.optimizer.param_groups[0]["momentum"]}
+        assert schedule.options(at, 0) == {name: expected.optimizer.param_groups[0][name] for name in ("lr", "momentum")}
         expected.optimizer.step()
         expected.step()
 
@@ -155,6 +203,17 @@ def test_a_schedule_that_is_not_clear_is_refused(what: str, tmp_path: Path) -> N
     words, expected = REFUSED[what]
     refused = command("model=mlp", *words, root=tmp_path / "runs")
     assert refused.code == 78 and refused.output == Says(expected), refused.output
+
+
+class Drawn(of_torch.LRScheduler):
+    def get_lr(self) -> list[float]:
+        return [base * float(torch.rand(())) for base in self.base_lrs]
+
+
+def test_a_scheduler_that_draws_is_refused_by_its_name(tmp_path: Path) -> None:
+    words = ["scheduler._target_=tests.test_schedulers.Drawn", "+scheduler.every=step", "rehearse=true"]
+    refused = command("model=mlp", *words, root=tmp_path / "runs")
+    assert refused.code == 78 and refused.output == Says("scheduler: it has other rates each time ... function of the step ...")
 
 
 @pytest.mark.parametrize("rehearse", ["true", "false"])

@@ -1,7 +1,7 @@
 """The schedules that a configuration names: functions of the step, and schedulers of torch, which take an optimizer."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from framework.config.schema import Node
 from framework.config.targets import TOTALS, component, locate, signature_of
 from framework.optim.schedules import Schedule, tabulated
-from framework.optim.turns import InTurns, turns_of
+from framework.optim.turns import groups_of, turns_of
 
 
 def peak_lr(node: Node, optimizer: torch.optim.Optimizer) -> float:
@@ -24,21 +24,21 @@ def schedules(
 ) -> dict[str, Schedule]:
     """Return the schedule of a node under the name "", and those of the turns, in the optimizer's node `of`, with their own."""
     make, lr = partial(schedule, total_steps=total_steps, epochs_before=epochs_before), peak_lr(of, optimizer)
-    names = optimizer.turns_of_groups if isinstance(optimizer, InTurns) else [""]
-    options = dict(zip(reversed(names), reversed(optimizer.param_groups[: len(names)])))  # of the first group of each turn
-    found = {"": make(node, lr=lr, like=optimizer.param_groups[0])}
-    for turn in turns_of(of):
-        if turn.scheduler is not None:
-            found[turn.name] = make(turn.scheduler, lr=turn.optimizer.get("lr", lr), like=options[turn.name])
+    own = {turn.name: turn for turn in turns_of(of) if turn.scheduler is not None}
+    groups = groups_of(optimizer, own)
+    found = {"": make(node, lr=lr, groups=groups[""] or optimizer.param_groups)}
+    for name, turn in own.items():
+        assert turn.scheduler is not None
+        found[name] = make(turn.scheduler, lr=turn.optimizer.get("lr", lr), groups=groups[name])
     return found
 
 
 def schedule(
-    node: Node, *, total_steps: int, lr: float, like: Mapping[str, Any], epochs_before: Callable[[int], int]
+    node: Node, *, total_steps: int, lr: float, groups: Sequence[Mapping[str, Any]], epochs_before: Callable[[int], int]
 ) -> Schedule:
     """Return the schedule that a node names: of this project, or a scheduler of torch, which takes an optimizer.
 
-    `like` are the options of the optimizer's parameter groups, `epochs_before` returns the epochs before a step.
+    `groups` are the optimizer's parameter groups, `epochs_before` returns the epochs before a step.
     """
     every = node.get("every")
     if every not in (None, "epoch", "step"):
@@ -55,7 +55,7 @@ def schedule(
     if "epochs" not in node and all(node.get(name) is None for name in totals):
         node = node | dict.fromkeys(totals, calls_before(total_steps - 1) + 1)
     node = {name: value for name, value in node.items() if name != "every"}
-    return tabulated(partial(_scheduler, node), lr=lr, like=like, calls_before=calls_before)
+    return tabulated(partial(_scheduler, node), lr=lr, groups=groups, calls_before=calls_before)
 
 
 def _takes_optimizer(node: Node) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from framework.data.permutation import Permutation
 from framework.randomness import key
-from framework.runtime.exits import Unfit
+from framework.runtime.exits import RunEnded, Unfit, error_text, place_of
 
 _MOST_KEPT = 1 << 20  # samples: a permutation of this size is drawn in 60 ms, and takes 8 MiB
 
@@ -46,7 +46,7 @@ class Order:
 
     def __post_init__(self) -> None:
         self.format = 2 if self._is_large else 1
-        self._drawn = drawn = self.num_samples if self.draw is None else len(self.draw(0))
+        self._drawn = drawn = self.num_samples if self.draw is None else len(self._sequence(self.draw(0), 0))
         self.epoch_size = drawn - (drawn % self.global_batch_size if self.drop_last else 0)
         if self.epoch_size == 0:
             raise ValueError(f"drop_last=true leaves no batch of {drawn} samples in batches of "
@@ -116,15 +116,30 @@ class Order:
             self._checked(self._drawn_by(self.draw, epoch)[: self._drawn], epoch)
 
     def _drawn_by(self, draw: Callable[[int], Numbers], epoch: int) -> Numbers:
-        numbers = draw(epoch)
+        try:
+            numbers = self._sequence(draw(epoch), epoch)
+        except RunEnded:
+            raise
+        except Exception as error:
+            raise Unfit(f"sampler: epoch {epoch} fails: {error_text(error)}, at {place_of(error)} (see sampler.*)") from error
         if len(numbers) != self._drawn:
             what = f"epoch {epoch} has {len(numbers)} samples, and epoch 0 has {self._drawn}"
             raise Unfit(f"sampler: {what} (all epochs must have the same length)")
         return numbers
 
+    @staticmethod
+    def _sequence(numbers: Any, epoch: int) -> Numbers:
+        if not (hasattr(numbers, "__len__") and hasattr(numbers, "__getitem__")):
+            what = f"epoch {epoch} is a {type(numbers).__name__}, which has no length or no slices"
+            raise Unfit(f"sampler: {what} (a list or an array of the numbers of samples)")
+        return numbers  # type: ignore[no-any-return]
+
     def _checked(self, drawn: Any, epoch: int) -> np.ndarray:
         """Return a sampler's numbers as an array. Unfit if one of them is not the number of a sample."""
         numbers = np.asarray(drawn)
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iuf"):
+            what = f"epoch {epoch} has {numbers.dtype} of shape {list(numbers.shape)}"
+            raise Unfit(f"sampler: {what} (a list or an array of the numbers of samples; np.flatnonzero of a mask)")
         with np.errstate(invalid="ignore"):
             whole = numbers.astype(np.int64)
         odd = numbers[(whole != numbers) | (whole < 0) | (whole >= self.num_samples)]

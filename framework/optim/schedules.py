@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -56,10 +56,14 @@ def wsd(step: int, total_steps: int, *, warmup_steps: Steps, decay_steps: Steps,
 
 @dataclass(frozen=True)
 class Schedule:
-    """The share of the peak learning rate in a step, counted from 0, and the other options that it sets in the step."""
+    """The share of the peak learning rate in a step, counted from 0.
+
+    `options` returns what it sets besides in a parameter group, by the step and the group's number: a momentum, a rate of the
+    group's own.
+    """
 
     share: Callable[[int], float]
-    options: Callable[[int], Mapping[str, Any]] = lambda _: {}  # of parameter groups, such as a momentum
+    options: Callable[[int, int], Mapping[str, Any]] = lambda step, number: {}
 
     def __call__(self, step: int) -> float:
         return self.share(step)
@@ -72,35 +76,41 @@ class Schedule:
 
 
 def tabulated(
-    make: Callable[[torch.optim.Optimizer], Any], *, lr: float, like: Mapping[str, Any], calls_before: Callable[[int], int]
-) -> Schedule:
+    make: Callable[[torch.optim.Optimizer], Any], *, lr: float, groups: Sequence[Mapping[str, Any]],
+    calls_before: Callable[[int], int],
+) -> Schedule:  # fmt: skip
     """Return a scheduler of torch as a pure function of the step.
 
-    `make` builds the scheduler for an optimizer with the peak `lr` and the options `like`; `calls_before` returns how often
-    `scheduler.step()` is called before a step, counted from 0. ValueError if the scheduler needs a metric, or if lr is 0.
+    `make` builds the scheduler for an optimizer with parameter groups of these options, of which one may have the peak `lr`;
+    `calls_before` returns how often `scheduler.step()` is called before a step, counted from 0. ValueError if the scheduler
+    needs a metric, or if lr is 0.
     """
-    if not lr > 0:
+    kept = [{name: value for name, value in group.items() if name not in ("params", "initial_lr")} for group in groups]
+    shown = next((number for number, group in enumerate(kept) if group["lr"] == lr), 0)  # the group whose rate is the run's
+    if not kept[shown]["lr"] > 0:
         raise ValueError(f"optimizer.lr: {lr:g}, but a scheduler of torch multiplies it (a number above 0)")
-    options = {name: value for name, value in like.items() if name not in ("params", "lr", "initial_lr")}
-    optimizer = _WithOptions([torch.nn.Parameter(torch.zeros(1))], {**copy.deepcopy(options), "lr": lr})
-    scheduler, group = make(optimizer), optimizer.param_groups[0]
+    optimizer = _WithOptions(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], **copy.deepcopy(group)} for group in kept], copy.deepcopy(kept[0])
+    )
+    scheduler = make(optimizer)
     if any(one.default is one.empty for one in inspect.signature(scheduler.step).parameters.values()):
         raise ValueError(f"{type(scheduler).__name__} uses a metric, but a schedule must be a function of the step alone "
                          "(scheduler=cosine, step or wsd; trainer.early_stopping follows a metric)")  # fmt: skip
-    table: list[tuple[float, dict[str, Any]]] = []
-    moved: set[str] = set()
+    table: list[list[dict[str, Any]]] = []  # by call and group
+    moved: set[str] = {"lr"}
 
-    def at(step: int) -> tuple[float, dict[str, Any]]:
+    def at(step: int) -> list[dict[str, Any]]:
         number = calls_before(step)
         while len(table) <= number:
             if table:
                 optimizer.step()  # torch warns if the scheduler steps before the optimizer
                 scheduler.step()
-            moved.update(name for name, value in options.items() if group[name] != value)
-            table.append((float(group["lr"]), {name: group[name] for name in moved}))
+            now = optimizer.param_groups
+            moved.update(name for group, own in zip(now, kept) for name, value in own.items() if group[name] != value)
+            table.append([{name: float(group[name]) if name == "lr" else group[name] for name in moved} for group in now])
         return table[number]
 
-    return Schedule(lambda step: at(step)[0] / lr, lambda step: at(step)[1])
+    return Schedule(lambda step: at(step)[shown]["lr"] / kept[shown]["lr"], lambda step, number: at(step)[number])
 
 
 class _WithOptions(torch.optim.Optimizer):

@@ -1,7 +1,7 @@
 """Turns: sets of parameters with their own optimizers; a step takes the turns one after the other."""
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,3 +110,12 @@ def in_turns(turns: Sequence[Turn], build: Callable[[dict[str, Any]], BuildOptim
         return InTurns({name: builders[name](items or stand_in(device)) for name, items in mine.items()})
 
     return make
+
+
+def groups_of(optimizer: torch.optim.Optimizer, own: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the parameter groups of each turn in `own`; the other groups have the name ""."""
+    names = optimizer.turns_of_groups if isinstance(optimizer, InTurns) else [""] * len(optimizer.param_groups)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ("", *own)}
+    for group, name in zip(optimizer.param_groups, names):
+        found[name if name in own else ""].append(group)
+    return found

@@ -13,7 +13,7 @@ from framework.modules.tensors import by_mesh, gradient_of, local, part_of
 from framework.optim.optimizers import Trainable
 from framework.optim.precision import LossScale
 from framework.optim.schedules import Schedule
-from framework.optim.turns import InTurns, Turn
+from framework.optim.turns import InTurns, Turn, groups_of
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit, error_text
 from framework.runtime.torch_internals import move_all_towards
@@ -167,9 +167,10 @@ class Update:
 
     def __post_init__(self) -> None:
         self.initial = group_values(self.optimizer)  # an optimizer's later changes of these are part of its state
-        self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        names = self.optimizer.turns_of_groups if isinstance(self.optimizer, InTurns) else [""] * len(self._peak_lrs)
-        self._schedules = [self.schedules.get(name, self.schedule) for name in names]
+        of_schedules = groups_of(self.optimizer, self.schedules)
+        places = {id(group): (self.schedules.get(name, self.schedule), number)
+                  for name, groups in of_schedules.items() for number, group in enumerate(groups)}  # fmt: skip
+        self._places = [(group["lr"], *places[id(group)]) for group in self.optimizer.param_groups]
         self._devices = {parameter.device for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def lr(self, step: int) -> float:
@@ -178,7 +179,11 @@ class Update:
 
     def rates(self, step: int) -> list[float]:
         """Return the learning rate of each of the optimizer's parameter groups in a step, counted from 0."""
-        return [peak * schedule(step) for peak, schedule in zip(self._peak_lrs, self._schedules)]
+        return [options["lr"] for options in self._options(step)]
+
+    def _options(self, step: int) -> list[dict[str, Any]]:
+        """Return what the schedules set in each of the optimizer's parameter groups."""
+        return [{"lr": peak * schedule(step), **schedule.options(step, number)} for peak, schedule, number in self._places]
 
     def require_steps(self, total_steps: int) -> None:
         """Unfit unless the schedules have a rate for each of so many steps."""
@@ -211,8 +216,8 @@ class Update:
         """
         if not self.loss_scale.accepts(grad_norm):
             return
-        for group, rate, schedule in zip(self.optimizer.param_groups, self.rates(step), self._schedules):
-            group.update(schedule.options(step), lr=rate)
+        for group, options in zip(self.optimizer.param_groups, self._options(step)):
+            group.update(options)
         for change in self.changes:
             change(step)
         seed_generators(key(self.seed, "optimizer", step), devices=self._devices)

@@ -66,7 +66,8 @@ def _in_child(
                 place = place_in(child.pid or 0, stacks) or "an unknown place"
                 LOGGER.warning("the check of this run has done nothing for %.0f s: it waits at %s", idle_s, place)
             if limit_s is not None and time.monotonic() - began > limit_s:
-                why = ChildFailure(f"it took more than {limit_s:.0f} s", is_unfinished=True)
+                at = place_in(child.pid or 0, stacks)
+                why = ChildFailure(f"it took more than {limit_s:.0f} s" + f", and is at {at}" * bool(at), is_unfinished=True)
             elif idle_s > _HANGS_S:
                 why = ChildFailure(f"it waits forever at {place}", hangs=True)
             if why or PREEMPTION.requested:

@@ -31,15 +31,15 @@ class Cutting:
         """Compare the loss of two samples with the sum of their losses; for a task's own step, a batch with its halves."""
         if self._build.forward().trains_by_step:
             return self._look_at_own_step(step, samples)
-        two = samples.cut(2)[0]
-        if two.num_samples < 2:
-            return []
         forward = self._build.forward()
         with in_eval_mode(module), torch.no_grad():
             try:
+                two = samples.cut(2)[0]
+                if two.num_samples < 2:
+                    return []
                 both = float(forward(module, two, measure=False)[0])
                 alone = sum(float(forward(module, one, measure=False)[0]) for one in samples.cut(1)[:2])
-            except Exception:  # a model that does not accept one sample
+            except Exception:  # a model, or a collate function, that does not accept one sample
                 return []
         return self._judge(both, alone, of="two samples", parts_are="their losses")
 
@@ -58,14 +58,14 @@ class Cutting:
         half = one.num_samples // 2
         if half * 2 != one.num_samples or half == 0:
             return []
-        halves = samples.cut(half)[:2]
         step = step._replace(num_samples=one.num_samples)
         try:
+            halves = samples.cut(half)[:2]
             with in_eval_mode(player.module):
                 whole, parts = (
                     float(player.forward_backward(step._replace(micro_batches=cut), index=0)["loss"]) for cut in ([one], halves)
                 )
-        except Exception:  # a model that does not accept so few samples
+        except Exception:  # a model, or a collate function, that does not accept so few samples
             return []
         return self._judge(whole, parts, of="a batch", parts_are="its halves' losses")
 
@@ -85,7 +85,7 @@ class Cutting:
             at_once, *others = [loss(whole, number=number) for number in range(3)]
             cut = samples.cut(max(n for n in range(1, size) if size % n == 0))
             in_parts = sum(loss(part) for part in cut if part.start < size)
-        except Exception:  # a model that does not accept so few samples
+        except Exception:  # a model, or a collate function, that does not accept so few samples
             return []
         if any(other != at_once for other in others):
             return self._depends_on_cut("model", "its training forward draws random numbers")

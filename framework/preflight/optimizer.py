@@ -55,8 +55,8 @@ def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> li
         return [Problem.of_error("optimizer", error)]
     try:
         lr = optimizer.get("lr", built.param_groups[0]["lr"])
-        like, calls = built.param_groups[0], lambda step: step
-        schedule(scheduler, total_steps=100, lr=lr, like=like, epochs_before=calls)(1)
+        groups = built.param_groups
+        schedule(scheduler, total_steps=100, lr=lr, groups=groups, epochs_before=lambda step: step)(1)
     except Exception as error:
         return [Problem.of_error("scheduler", error)]
     return []

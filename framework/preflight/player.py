@@ -107,12 +107,18 @@ class Player:
         )
 
     def require_schedules(self, total_steps: int, *, epochs_before: Callable[[int], int]) -> None:
-        """Unfit unless the schedules have a rate for each step of a run."""
-        config = self._build.config
-        found = schedules(
-            config.scheduler, self.update.optimizer, of=config.optimizer, total_steps=total_steps, epochs_before=epochs_before
+        """Refuse schedules that are no functions of the step, or that do not have a rate for each step of a run."""
+        node, of = self._build.config.scheduler, self._build.config.optimizer
+        one, other = (
+            schedules(node, self.update.optimizer, of=of, total_steps=total_steps, epochs_before=epochs_before)
+            for _ in range(2)
         )
-        replace(self.update, schedule=found.pop(""), schedules=found).require_steps(total_steps)
+        of_run = replace(self.update, schedule=one.pop(""), schedules=one)
+        of_run.require_steps(total_steps)
+        pairs = [(of_run.schedule, other.pop("")), *((one[name], other[name]) for name in one)]
+        if any(mine.span(total_steps) != theirs.span(total_steps) for mine, theirs in pairs):
+            what = "it has other rates each time: it draws random numbers, or depends on the time"
+            raise Refused("scheduler", what, "a function of the step alone")
 
     def attributes(self) -> dict[tuple[str, str], str]:
         """Return what the run's objects and the user's modules keep outside of their state, by the object's key and a path."""

@@ -97,7 +97,11 @@ def place_of(error: BaseException) -> str:
     if _quotes_another(error):
         places = re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))
     else:
-        places = [(place.filename, place.lineno, place.name) for place in traceback.extract_tb(error.__traceback__)]
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__) is not None and cause not in causes:
+            causes.append(cause)
+        frames = [frame for one in causes for frame in traceback.extract_tb(one.__traceback__)]
+        places = [(frame.filename, frame.lineno, frame.name) for frame in frames]
     return "{}:{} in {}".format(*next((place for place in reversed(places) if is_own_code(place[0])), places[-1]))
 
 

@@ -85,7 +85,7 @@ def bytes_read(pid: int) -> int:
 class Idleness:
     """How long some processes and their descendants have neither used a CPU nor read anything."""
 
-    _SHARE, _LOOK_S = 0.05, 0.4  # the allowed CPU share of processes that only wait; seconds between two looks
+    _SHARE, _LOOK_S = 0.05, 0.4  # the allowed CPU share of each process that only waits or polls; seconds between two looks
 
     def __init__(self, pids: Sequence[int | None]) -> None:
         self._pids = [pid for pid in pids if pid is not None]
@@ -99,7 +99,8 @@ class Idleness:
             return self._looked_at - self._since
         everyone = [other for pid in self._pids for other in (pid, *descendants(pid))]
         busy, read = sum(map(busy_s, everyone)), sum(map(bytes_read, everyone))
-        if abs(busy - self._busy_s) > self._SHARE * (now - self._looked_at) or read != self._read:  # less: a process has ended
+        allowed = min(0.5, self._SHARE * len(everyone)) * (now - self._looked_at)
+        if abs(busy - self._busy_s) > allowed or read != self._read:  # less: a process has ended
             self._since = now
         self._busy_s, self._read, self._looked_at = busy, read, now
         return now - self._since

@@ -123,6 +123,8 @@ def test_micro_batches_do_not_depend_on_the_number_of_ranks() -> None:
 
 KINDS = {"shorter": (3, "epoch 3 has 20 samples, and epoch 0 has 40"), "longer": (1, "epoch 1 has 40 samples, and epoch 0 has 20"),
          "beyond": (0, "epoch 0 has the sample 4[0-2]"), "negative": (0, "epoch 0 has the sample -[1-3]"),
+         "mask": (0, "epoch 0 has bool of shape"), "pairs": (0, "epoch 0 has int64 of shape"),
+         "none": (2, "epoch 2 is a NoneType, which has no length"), "raises": (2, "epoch 2 fails: KeyError: 'no epoch 2', at .*faulty_data.py"),
          "fractions": (0, "epoch 0 has the sample .*5")}  # fmt: skip
 
 
