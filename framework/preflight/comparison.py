@@ -73,11 +73,8 @@ def compare(build: Builder) -> list[Finding]:
     # arrays are loaded once, as in a run; any other source by each process: it may hold files, threads or connections
     loaded = build.source("train")
     source = loaded if dataclasses.is_dataclass(loaded) else None
-    alone = build.altered(
-        precision=config.precision.model_copy(update={"name": "fp64"}),
-        global_batch_size=2 * config.global_batch_size,
-        parallel=SINGLE,
-    )
+    double = config.precision.model_copy(update={"name": "fp64"})
+    alone = build.altered(precision=double, global_batch_size=2 * config.global_batch_size, parallel=SINGLE)
     (expected,) = _run(alone, source, count=1)
     if expected.fault:  # for example a model that does not run in float64
         what = f"the strategy was not compared with one process: a step in float64 fails there: {expected.fault}"
