@@ -73,12 +73,13 @@ class Checks:
         self._numbers = itertools.count()
 
     def run(self, *overrides: str, kill_after: int | None = None, may_fail: bool = False, folder: Path | None = None,
-            base: Sequence[str] = SMALL, launcher: Sequence[str] = ()) -> Ended:  # fmt: skip
+            base: Sequence[str] = SMALL, launcher: Sequence[str] = (), imports: Path = ROOT) -> Ended:  # fmt: skip
         """Run the command. If `kill_after` is given, kill all its processes as soon as it has a checkpoint of this step."""
         folder = folder or self._folder / str(next(self._numbers))
         words = ["train.py", *base, f"device={self._device}", *overrides, f"run.dir={folder}"]
         command = [sys.executable, *launcher, *words]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        environment = {**os.environ, "PYTHONPATH": f"{imports}:{os.environ.get('PYTHONPATH', '')}"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                    start_new_session=True)  # fmt: skip
         if kill_after is not None:
             while process.poll() is None and not (folder / f"checkpoints/step_{kill_after:08d}/manifest.json").exists():
@@ -169,8 +170,15 @@ class Checks:
         return next(line for line in run.output.splitlines() if "out of memory" in line.lower())[:160]
 
     def waits(self) -> str:
-        """Check that a step never waits for the device. Count the waits in a trace of steps without a row."""
-        run = self.run("trainer.profile=true", "trainer.log_every=100", "checkpoint.every=null")
+        """Check that a step never waits for the device, in traces of three steps without a row."""
+        found = {" ".join(line): self._waits(line) for line in WAITING}
+        said = "; ".join(f"{line}: {waits or 'none'}" for line, waits in found.items())
+        if any(found.values()):
+            raise Failed(said)
+        return said
+
+    def _waits(self, line: Sequence[str]) -> dict[str, int]:
+        run = self.run("trainer.profile=true", "trainer.log_every=100", "checkpoint.every=null", *line)
         (trace,) = (run.folder / "profile").glob("*.json")
         events = json.loads(trace.read_text())["traceEvents"]
         steps = [event for event in events if str(event.get("name", "")).startswith("ProfilerStep") and "dur" in event
@@ -180,9 +188,37 @@ class Checks:
         for event in events:
             if event.get("cat") == "cuda_runtime" and begin <= event["ts"] <= end and event["name"].split("_v")[0] in WAITS:
                 found[event["name"]] = found.get(event["name"], 0) + 1
+        return found
+
+    def rehearsal(self) -> str:
+        """Check that a rehearsed start refuses nothing, finds no warning, and computes what the start without computes."""
+        expected, found = [], []
+        for line in REHEARSED:
+            base = CONVOLUTIONS if "model=cnn" in line else SMALL
+            plain, rehearsed = self.run(*line, base=base), self.run(*line, "rehearse=true", base=base)
+            warned = [text for text in rehearsed.output.splitlines() if "warning" in text.lower()]
+            if plain.losses != rehearsed.losses or warned:
+                found.append(f"{' '.join(line)}: losses differ by {_difference(plain.losses, rehearsed.losses):.0e}; {warned}")
+            expected.append(f"{' '.join(line)} {len(rehearsed.losses)} steps")
         if found:
-            raise Failed(f"in {len(steps)} steps: {found}")
-        return f"none in {len(steps)} steps"
+            raise Failed("; ".join(found))
+        return ", ".join(expected)
+
+    def lengths(self) -> str:
+        """Check that inputs which stay on the CPU do so under each strategy that allows it, for a model that packs its sequences."""
+        (self._folder / "packed.py").write_text(PACKED)
+        base = [
+            "dataset=map_style",
+            "dataset.train={_target_: packed.Data}",
+            "dataset.keep_on_cpu=[lengths]",
+            "model._target_=packed.Net",
+            "global_batch_size=16",
+            *LOOP,
+        ]
+        runs = [self.run(f"parallel={name}", base=base, imports=self._folder).losses for name in ("single", "ddp", "zero")]
+        if any(_difference(runs[0], run) > 1e-6 for run in runs):
+            raise Failed(f"losses differ: {[run[-1] for run in runs]}")
+        return "single, ddp, zero: the same losses"
 
     def gpt2(self) -> str:
         """Compare the GPT-2 recipe with a bare script."""
@@ -217,8 +253,21 @@ class Checks:
         return self.run(*ALONE, *data, *overrides, base=RECIPES[name])
 
 
-CHECKS = ("bits", "strategies", "processes", "options", "precisions", "compile", "memory", "waits", "gpt2", "resnet50")
-ON_CPU = ("bits", "strategies", "processes", "options")  # checks that a CPU can do
+CHECKS = (
+    "bits",
+    "strategies",
+    "processes",
+    "options",
+    "precisions",
+    "compile",
+    "rehearsal",
+    "lengths",
+    "memory",
+    "waits",
+    "gpt2",
+    "resnet50",
+)
+ON_CPU = ("bits", "strategies", "processes", "options", "rehearsal", "lengths")  # checks that a CPU can do
 TIMED = ("memory", "gpt2", "resnet50")  # checks that need the device for themselves
 EXACT = (["parallel=single"], ["parallel=fsdp", "precision=bf16"], ["parallel=ddp", "precision=fp16"], ["optimizer=muon"],
          ["precision=bf16", "trainer.compile=true"], ["invariance=bitwise", "micro_batch_size=4"],
@@ -226,6 +275,38 @@ EXACT = (["parallel=single"], ["parallel=fsdp", "precision=bf16"], ["parallel=dd
 STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "local-sgd", "diloco", "gossip")
 TWO_PROCESSES = ("ddp", "zero")  # gloo can sum and broadcast CUDA memory, but nothing else
 OPTIONS = ("trainer.activation_checkpointing=true", "trainer.activation_offload=true", "dataset.num_workers=2")
+WAITING = (["parallel=single"], ["parallel=single", "precision=bf16", "trainer.compile=true"], ["parallel=fsdp", "precision=bf16"],
+           ["parallel=tensor"], ["parallel=pipeline"], ["parallel=zero"], ["parallel=ddp"])  # fmt: skip
+REHEARSED = (["parallel=single"], ["parallel=fsdp", "precision=bf16"], ["parallel=ddp", "trainer.deterministic=true"], ["parallel=tensor"],
+             ["model=cnn", "precision=bf16"])  # fmt: skip
+PACKED = """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, index):
+        draws = torch.Generator().manual_seed(index)
+        words = torch.randint(1, 50, (12,), generator=draws)
+        length = 1 + index % 12
+        words[length:] = 0
+        return {"words": words, "lengths": torch.tensor(length)}, words.sum() % 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm, self.head = nn.Embedding(50, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 2)
+
+    def forward(self, words, lengths):
+        assert lengths.device.type == "cpu"
+        packed = pack_padded_sequence(self.embedding(words), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.lstm(packed)[1][0][-1])
+"""
 PRECISIONS = (("bf16", "single"), ("bf16", "fsdp"), ("fp16", "single"), ("float8", "single"))
 
 

@@ -59,9 +59,8 @@ def record_collectives(folder: Path) -> None:
     """
     if not torch.cuda.is_available():
         return
-    is_old = torch.__version__ < "2.13"  # other names; newer releases warn about these
-    names = ("NCCL_TRACE_BUFFER_SIZE", "NCCL_DEBUG_INFO_TEMP_FILE") if is_old else ("FR_BUFFER_SIZE", "FR_DUMP_TEMP_FILE")
-    for name, value in zip((*names, "NCCL_DUMP_ON_TIMEOUT"), ("2000", f"{folder}/nccl_collectives_rank_", "1")):
+    settings = {"FR_BUFFER_SIZE": "2000", "FR_DUMP_TEMP_FILE": f"{folder}/nccl_collectives_rank_", "NCCL_DUMP_ON_TIMEOUT": "1"}
+    for name, value in settings.items():
         variables().setdefault(f"TORCH_{name}", value)
 
 
