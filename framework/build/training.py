@@ -113,7 +113,8 @@ class Builder:
     @property
     def is_sent(self) -> bool:
         """Whether the strategy lets rank 0 alone build the model's numbers, and sends each rank its part."""
-        return hasattr(locate(self.config.parallel["_target_"]), "fills")
+        fills = getattr(locate(self.config.parallel["_target_"]), "fills", None)
+        return fills is not None and fills(self.config.parallel)
 
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
         """Return a table of the model's modules (framework/modules/summary.py); `example` is for data without known shapes."""
