@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from framework.config.folders import CONF, options
+from framework.config.folders import CONF, option_node, options
 from framework.distributed.mesh import MESH_AXES
 from tests.harness import Ended, Says, assert_close, command, finished, slow_but
 
@@ -74,7 +73,7 @@ OPTIMIZERS = {
 
 def layouts(strategy: str) -> list[tuple[int, list[str]]]:
     """Return the numbers of ranks on which a strategy is tested, with its mesh: from the axes that its YAML names."""
-    node = yaml.safe_load((CONF / "parallel" / f"{strategy}.yaml").read_text())
+    node = option_node("parallel", strategy)
     axes = [name for name in MESH_AXES if name in node]
     if not axes:
         return [(1, [])]

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import EngineAround, Step
-from framework.parallel.compression import Hook, register
 from framework.randomness import generator_states, set_generator_states
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import set_gradient_sync, without_buffer_sync
+
+Hook = Callable[..., Any]  # from a process group and a bucket of this rank's gradients to their mean, or to a future of it
 
 DEFAULT_MB = 25  # torch's default
 _SIZES_MB = (DEFAULT_MB, 1, 5, 100)  # the first size is used unless another size is clearly faster
@@ -46,10 +47,7 @@ class Replica:
             self._wrapper = None
             gc.collect()  # the old reducer must not see another backward pass
         wrapper = DistributedDataParallel(self._model, bucket_cap_mb=bucket_cap_mb, **self._options)
-        if self._hook is not None:
-            register(wrapper, self._hook, group=wrapper.process_group)
-        else:
-            wrapper.register_comm_hook(wrapper.process_group, summed)
+        wrapper.register_comm_hook(wrapper.process_group, summed if self._hook is None else _with_future(self._hook))
         self._wrapper = wrapper
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -136,6 +134,20 @@ def summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
     gradient = bucket.buffer()
     work = dist.all_reduce(gradient, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])  # value() raises the error of a failed collective
+
+
+def _with_future(hook: Hook) -> Callable[..., Any]:
+    """Return the hook in the form that DDP takes: it reads the annotations, and needs a future."""
+
+    def run(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+        mean = hook(group, bucket)
+        if isinstance(mean, Tensor):
+            there: Future[Tensor] = Future()
+            there.set_result(mean)
+            return there
+        return mean  # type: ignore[no-any-return]
+
+    return run
 
 
 class _Zero(nn.Module):

@@ -1,6 +1,6 @@
 """DistributedDataParallel: every process holds the whole model; the gradients are summed over the processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -19,8 +19,7 @@ from framework.engine.seam import Demands, Engine
 from framework.modules.tensors import local
 from framework.optim.optimizers import MakeOptimizer
 from framework.optim.update import gradient_or_zeros
-from framework.parallel.bucket_size import DEFAULT_MB, MeasuredBuckets, Replica
-from framework.parallel.compression import Hook, Name, keeps_state
+from framework.parallel.bucket_size import DEFAULT_MB, Hook, MeasuredBuckets, Replica
 from framework.parallel.dealing import dealing
 from framework.parallel.invariant import invariant
 from framework.runtime.exits import Unfit
@@ -55,9 +54,8 @@ def ddp(
     world: World,
     forward: Forward,
     replicate: int | None,
-    compression: Name | None,
     bucket_cap_mb: Annotated[int, Ge(1)] | Literal["auto"],
-    hook: Callable[..., Any] | None = None,
+    hook: Hook | None = None,
     bitwise: int | None = None,
     **options: Unpack[ReducerOptions],
 ) -> Engine:
@@ -66,45 +64,49 @@ def ddp(
         return invariant(model, world=world, forward=forward, micro_batch_size=bitwise)
     mesh = world.mesh(replicate=replicate)
     size = None if bucket_cap_mb == "auto" else bucket_cap_mb
-    return replicated(model, world=world, forward=forward, mesh=mesh, hook=hook or compression, bucket_cap_mb=size, **options)
+    return replicated(model, world=world, forward=forward, mesh=mesh, hook=hook, bucket_cap_mb=size, **options)
 
 
 def problems(
-    model: nn.Module,
-    *,
-    demands: Demands,
-    compression: str | None = None,
-    hook: object = None,
-    bucket_cap_mb: int | str = 1,
-    **others: object,
+    model: nn.Module, *, demands: Demands, hook: Mapping[str, Any] | None = None, bucket_cap_mb: int | str = 1, **others: object
 ) -> list[str]:
     """Return which demands of the run do not fit gradients that a hook sums."""
-    if compression is None and hook is None:
+    if hook is None:
         return []
-    if hook is not None and bucket_cap_mb == "auto":
-        return ["bucket_cap_mb=auto: runs test steps, and parallel.hook would keep their state (a number)"]
-    found = list[str]()
-    key, value = ("compression", compression) if hook is None else ("hook", "a function of your own")
-    if keeps_state(compression or hook):
+    if not isinstance(hook, Mapping):
+        return [f"hook={hook}: is not a component (hook._target_=MODULE.FUNCTION hook._partial_=true)"]
+    found, name = list[str](), hook["_target_"]
+    if keeps_state(hook):
+        if bucket_cap_mb == "auto":
+            found.append(f"bucket_cap_mb=auto: runs test steps, and parallel.hook ({name}) would keep their state (a number)")
         kept = {"checkpoint.every": demands.checkpoint_every, "checkpoint.keep_best": demands.keep_best or None}
-        why = f"but parallel.{key} keeps values from step to step that no checkpoint holds"
-        found += [f"{name}: {asked}, {why} (null or 0: it is saved at its end)" for name, asked in kept.items() if asked]
-    if hook and compression:
-        found.append("parallel.hook: cannot be used with parallel.compression (one of them)")
+        why = f"but parallel.hook ({name}) keeps values from step to step that no checkpoint holds"
+        found += [f"{key}: {asked}, {why} (null or 0: it is saved at its end)" for key, asked in kept.items() if asked]
+        if demands.recovers:
+            found.append(f"trainer.divergence.action: {demands.recovers}, but parallel.hook ({name}) keeps values that are not "
+                         "finite for later steps (raise, or a function as the hook)")  # fmt: skip
     if demands.own_step:
-        found.append(f"parallel.{key}: {value}, but a task's own step cannot use it (null)")
+        found.append(f"parallel.hook: {name}, but a task's own step cannot use it (null)")
     if demands.bitwise:
-        why = "but its result depends on the number of processes (invariance=bitwise)"
-        found.append(f"parallel.{key}: {value}, {why} (null)")
-    if demands.recovers and compression in ("int8", "top_k", "powersgd"):
-        found.append(f"trainer.divergence.action: {demands.recovers}, but parallel.compression={compression} keeps values "
-                     "that are not finite for later steps (raise, or parallel.compression=null, fp16 or bf16)")  # fmt: skip
+        found.append(f"parallel.hook: {name}, but its result depends on the number of processes (invariance=samples, or null)")
     return found
+
+
+def keeps_state(hook: object) -> bool:
+    """Return whether a hook, or a hook's node, keeps values between steps. Only a partial function keeps none."""
+    return not hook.get("_partial_") if isinstance(hook, Mapping) else not isinstance(hook, partial)
+
+
+class SavedAtEnd:
+    """A part of the loop for a strategy with values that no checkpoint holds: the run is saved only at its end."""
+
+    def can_save(self, loop: Any) -> bool:
+        return bool(loop.is_ending)
 
 
 def exact_options(**options: object) -> dict[str, object]:
     """Return the options with which this strategy computes the same as one process."""
-    return options | {"compression": None, "hook": None}
+    return options | {"hook": None}
 
 
 def replicated(
@@ -120,8 +122,8 @@ def replicated(
 ) -> Engine:
     """Return the Engine of a model that every rank holds whole. `options` are arguments of DistributedDataParallel. Collective.
 
-    Without `bucket_cap_mb`, the engine measures the best bucket size. `hook` averages the gradients instead of summing them:
-    a name, or a function of a group and a bucket. If a process has several devices, the model must already be on them.
+    Without `bucket_cap_mb`, the engine measures the best bucket size. `hook` averages the gradients instead of summing them.
+    If a process has several devices, the model must already be on them.
     """
     if len(world.devices) == 1:
         model.to(world.device)
@@ -151,7 +153,7 @@ def replicated(
         broadcast=world.broadcast,
         make_optimizer=make_optimizer or dealing(world),
         warm_up=replica.settle,
-        can_pause=not keeps_state(hook),
+        parts={"hook": SavedAtEnd()} if hook is not None and keeps_state(hook) else {},
         finish=(lambda: None) if options.get("find_unused_parameters") else partial(require_gradients, trained_by_name),
     )
     return MeasuredBuckets(engine, replica, world=world, forward=forward) if bucket_cap_mb is None else engine

@@ -44,7 +44,7 @@ def with_processes(
     for num_nodes in sorted({counts[0], counts[-1]}):  # a number between them need not fit: see `fitting_nodes`
         if counts != range(1, 2):
             source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
-        problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=_option(parallel))
+        problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=option_of(parallel))
     if not problems and world_size is None:
         problems = _device_problems(launch, parallel, on_gpus=backend.device(device) != "cpu")
     return launch, problems
@@ -68,7 +68,8 @@ def fitting_nodes(launch: LaunchSection, parallel: Node) -> list[int]:
     return [n for n, count in counts.items() if not _mesh_problems(axes, count=count, source="", start="", option="")]
 
 
-def _option(parallel: Node) -> str:
+def option_of(parallel: Node) -> str:
+    """Return the name of the option with this strategy, or else the last part of the strategy's dotted path."""
     target = parallel.get("_target_")
     known = (name for name in options("parallel") if option_node("parallel", name).get("_target_") == target)
     return next(known, str(target).rpartition(".")[2])
@@ -130,16 +131,16 @@ def device_problems(
 
         if torch.__version__ < "2.13":
             what = f"mpi, which can only sum and broadcast with torch {torch.__version__} (2.13 and later: any message)"
-            return [Problem("backend", what, "gloo, or parallel=ddp, zero or local-sgd")]
+            return [Problem("backend", what, "gloo, or parallel=ddp or zero")]
     if device == "cuda" and backend.name == "gloo" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
         what = "gloo, which can only sum and broadcast CUDA tensors: any other message ends the process"
-        return [Problem("backend", what, "auto, device=cpu, or parallel=ddp, zero or local-sgd")]
+        return [Problem("backend", what, "auto, device=cpu, or parallel=ddp or zero")]
     return []
 
 
 def _only_sums(parallel: Node, invariance: str) -> bool:
     """Return whether the processes send only sums and broadcasts: no parts of tensors, and no messages to one process."""
-    return set(axes_of(parallel)) <= {"replicate"} and invariance != "bitwise" and _option(parallel) != "gossip"
+    return set(axes_of(parallel)) <= {"replicate"} and invariance != "bitwise"
 
 
 def _device_problems(launch: LaunchSection, parallel: Node, *, on_gpus: bool) -> list[Problem]:

@@ -91,11 +91,6 @@ def same_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set the numbers that `version_of` returns. A backward pass that needs the old tensors then accepts the new ones."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
-
-
 def without_modes() -> AbstractContextManager[None]:
     """Return a context that hides its operations from the active modes, such as a mode that notes writes."""
     return _disable_current_modes()

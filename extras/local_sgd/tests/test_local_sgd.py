@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from extras.local_sgd import averaged_states
+from extras.local_sgd.averaged_states import average_states
 from framework.build import components
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.distributed.agreement import Agreement
-from framework.parallel import averaged_states
-from framework.parallel.averaged_states import average_states
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
 from tests.test_resume import after_step, preempt
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from extras.local_sgd.gossip import distance
+from extras.local_sgd.tests.test_local_sgd import RUN, STEPS, SYNC_EVERY, SYNC_FIRST
 from framework.build import components
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.parallel.gossip import distance
 from tests.harness import Says, assert_same_bits, checked, command, finished, slow_but
-from tests.parallel.test_local_sgd import RUN, STEPS, SYNC_EVERY, SYNC_FIRST
 from tests.test_resume import after_step, crash, preempt
 
 ALL = [f"parallel.sync_every={SYNC_EVERY}", f"parallel.sync_first={SYNC_FIRST}"]

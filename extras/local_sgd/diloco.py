@@ -1,17 +1,15 @@
 """DiLoCo: local SGD with an outer optimizer with momentum that steps at each average. NOT equal to one process."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 
+from extras.local_sgd import local_sgd
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine, EngineAround, Step
-from framework.engine.sums import Sums
-from framework.optim.optimizers import BuildOptimizer, Trainable
-from framework.parallel import local_sgd
+from framework.engine.seam import Demands, Engine
 
 exact_options = local_sgd.exact_options
 _KEY = "outer_momentum"  # the key in the optimizer's state of a parameter
@@ -29,9 +27,9 @@ def diloco(
     outer_momentum: Annotated[float, Ge(0), Lt(1)],
 ) -> Engine:
     """Replicate the model. Collective."""
-    periods = {"sync_every": sync_every, "sync_first": sync_first}
-    inner = local_sgd.local_sgd(model, world=world, forward=forward, replicate=replicate, **periods)
-    return DiLoCo(inner, lr=outer_lr, momentum=outer_momentum, **periods)
+    averaging = local_sgd.Averaging(world, sync_every=sync_every, sync_first=sync_first)
+    parts = {"average": OuterSteps(averaging, lr=outer_lr, momentum=outer_momentum)}
+    return local_sgd.replicas(model, world=world, forward=forward, replicate=replicate, parts=parts, first=sync_first)
 
 
 def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: object) -> list[str]:
@@ -42,8 +40,8 @@ def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: o
     return found
 
 
-class DiLoCo(EngineAround):
-    """An Engine around local SGD's: it turns the average of the processes into a step from the previous average.
+class OuterSteps:
+    """A part around local SGD's: it turns the average of the processes into a step from the previous average.
 
     The outer gradient is the difference of the two averages; the outer optimizer is SGD with Nesterov momentum. No checkpoint
     holds the last average, because a checkpoint is saved only when the parameters are equal to it. The outer momentum is then
@@ -52,42 +50,32 @@ class DiLoCo(EngineAround):
     Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models", Algorithm 1.
     """
 
-    def __init__(self, engine: Engine, *, sync_every: int, sync_first: int, lr: float, momentum: float) -> None:
-        super().__init__(engine)
-        self._sync_every, self._sync_first = sync_every, sync_first
-        self._lr, self._momentum = lr, momentum
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._parameters = [p for p in nn.Module.parameters(self.module) if p.requires_grad]
+    def __init__(self, averaging: local_sgd.Averaging, *, lr: float, momentum: float) -> None:
+        self._averaging, self._lr, self._momentum = averaging, lr, momentum
+        self.can_save = averaging.can_save
         self._agreed: list[Tensor] = []  # a copy of each parameter at the start of the round; empty between rounds
         self._momenta: list[Tensor | None] = []
 
-    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        self._optimizer = self._engine.make_optimizer(build, trained)
-        return self._optimizer
-
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        if index % self._sync_every == 0 or index <= self._sync_first:
+    def step_begun(self, loop: Any) -> None:
+        every, first = self._averaging.sync_every, self._averaging.sync_first
+        if loop.step % every == 0 or loop.step <= first:
             self._agreed = []  # after a rollback, the copies belong to another round
-        if index >= self._sync_first and not self._agreed:
-            self._begin_round()
-        return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
+        if loop.step >= first and not self._agreed:
+            self._begin_round(loop)
 
-    def meet(self, step: int, *, is_last: bool) -> bool:
-        have_met = self._engine.meet(step, is_last=is_last)
-        if have_met and self._agreed:
-            self._end_round()
-        return have_met
+    def step_taken(self, loop: Any) -> None:
+        self._averaging.step_taken(loop)
+        if self._averaging.is_due(loop) and self._agreed:
+            self._end_round(loop)
 
-    def _begin_round(self) -> None:
-        assert self._optimizer is not None
-        self._agreed = [parameter.detach().clone() for parameter in self._parameters]
-        states = self._optimizer.state
-        self._momenta = [states[p].pop(_KEY, None) if p in states else None for p in self._parameters]
+    def _begin_round(self, loop: Any) -> None:
+        parameters, states = loop.trained().values(), loop.optimizer.state
+        self._agreed = [parameter.detach().clone() for parameter in parameters]
+        self._momenta = [states[p].pop(_KEY, None) if p in states else None for p in parameters]
 
     @torch.no_grad()
-    def _end_round(self) -> None:
-        assert self._optimizer is not None
-        for parameter, agreed, momentum in zip(self._parameters, self._agreed, self._momenta):
+    def _end_round(self, loop: Any) -> None:
+        for parameter, agreed, momentum in zip(loop.trained().values(), self._agreed, self._momenta):
             gradient = agreed.sub_(parameter)
             # in this order, a learning rate of 1 without momentum leaves the bits of the average unchanged
             parameter.add_(gradient, alpha=1 - self._lr)
@@ -96,5 +84,5 @@ class DiLoCo(EngineAround):
             if momentum is not None:
                 momentum.mul_(self._momentum).add_(gradient)
                 parameter.add_(momentum, alpha=-self._lr * self._momentum)
-                self._optimizer.state[parameter][_KEY] = momentum
+                loop.optimizer.state[parameter][_KEY] = momentum
         self._agreed, self._momenta = [], []

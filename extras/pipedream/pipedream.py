@@ -3,24 +3,52 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, EngineAround, MicroBatch, Step
+from framework.engine.seam import Demands, Engine, EngineAround, MicroBatch, Step
 from framework.engine.sums import Sums, add, weight_of
+from framework.modules.first_weights import fills
 from framework.modules.tensors import Tree
+from framework.parallel import pipeline as flushed
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import chain_for
+from framework.parallel.pipelining.sent import SendDtype
+from framework.parallel.pipelining.times import Balance
 from framework.parallel.pipelining.timetable import Action
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import set_versions, version_of
 
 DRAIN_EVERY = 50  # steps; the default
+_MOST_STEPS = 200  # the most steps in a planned order
+
+
+@fills
+def pipedream(
+    model: nn.Module,
+    *,
+    world: World,
+    forward: Forward,
+    pipeline: int | None,
+    send_dtype: SendDtype = None,
+    balance: Balance = "operations",
+    drain_every: Annotated[int, Ge(1)] | None = None,
+) -> Engine:
+    """Cut the model over all processes, as `parallel=pipeline` does. Collective."""
+    options: dict[str, Any] = {"pipeline": pipeline, "send_dtype": send_dtype, "balance": balance}
+    engine = flushed.pipeline(model, world=world, forward=forward, schedule="1f1b", **options)
+    assert isinstance(engine, PipelineEngine)
+    return PipeDream(engine, world=world, forward=forward, drain_every=drain_every or DRAIN_EVERY)
+
+
+def exact_options(**options: object) -> None:
+    """Return None: this strategy never computes the same as one process, unless it is drained in every step."""
 
 
 def num_due(num_under_way: int, *, delay: int, is_drained: bool) -> int:
@@ -42,6 +70,17 @@ def order_of_steps(num_steps: int, *, num_ranks: int, num_micro_batches: int, dr
                 row += [("FULL_BACKWARD", rank, number) for number in under_way.popleft()]
         order[rank] = row
     return order
+
+
+def planned_order(
+    *, num_ranks: int, num_micro_batches: int, drain_every: int | None = None, **others: object
+) -> tuple[dict[int, list[Action]], str]:
+    """Return the actions of each process until the pipeline is empty, and a text about them, for `steadfast draw pipeline`."""
+    every = drain_every or DRAIN_EVERY
+    num_steps = min(every, _MOST_STEPS)
+    order = order_of_steps(num_steps, num_ranks=num_ranks, num_micro_batches=num_micro_batches, drain_every=every)
+    until = "then the pipeline is empty" if num_steps == every else f"drawn as if it were empty after them, not after {every}"
+    return order, f"PipeDream: {num_steps} steps, {until}; the numbers of micro-batches continue over the steps"
 
 
 @dataclass(eq=False)
@@ -72,6 +111,7 @@ class PipeDream(EngineAround):
 
     def __init__(self, pipeline: PipelineEngine, *, world: World, forward: Forward, drain_every: int) -> None:
         super().__init__(pipeline)
+        self.parts = {"drain": self}
         self._pipeline, self._forward = pipeline, forward
         self._world, self._drain_every = world, drain_every
         self._number, self._last = world.rank, world.world_size - 1
@@ -83,7 +123,7 @@ class PipeDream(EngineAround):
         self._under_way: deque[_UnderWay] = deque()
         self._sends: list[list[tuple[dist.Work, Tensor]]] = [[]]  # of the step before, and of this step
         self._num_updates = 0
-        self._is_measured = False
+        self._is_measured = self._is_drained = False
         if world.rank == 0:
             LOGGER.info("pipeline: %d stages on as many processes (PipeDream): stage s steps by gradients %d - s updates late, "
                         "and every %d-th step uses all remaining gradients",
@@ -96,18 +136,30 @@ class PipeDream(EngineAround):
         self._pipeline.begin_step(step, index=index)
         self._run_forward(step, sums=sums, loss_scale=loss_scale, measure=measure)
         self._pipeline.end_step()
-        is_drained = (index + 1) % self._drain_every == 0 or step.is_last
-        count = num_due(len(self._under_way), delay=self._delay, is_drained=is_drained)
+        count = num_due(len(self._under_way), delay=self._delay, is_drained=self._is_drained)
         late = [self._run_backward() for _ in range(count)]
         self._num_updates += bool(late)
         if self._under_way:  # the optimizer must not change what their backward passes need
             for parameter in self._parameters:
                 parameter.data = parameter.data.clone()
-        self._wait_for_sends(all_of_them=is_drained)
+        self._wait_for_sends(all_of_them=self._is_drained)
         if measure:
             values = {"staleness": sum(late), weight_of("staleness"): len(late)}
             sums |= {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         return sums
+
+    # --- as a part of the loop
+
+    def step_begun(self, loop: Any) -> None:
+        self._is_drained = self._is_drain(loop.step + 1, loop)
+
+    def can_save(self, loop: Any) -> bool:
+        return self._is_drain(loop.step, loop)
+
+    def _is_drain(self, step: int, loop: Any) -> bool:
+        return bool(step % self._drain_every == 0 or step >= loop.total_steps)
+
+    # --- the passes of a step
 
     def _run_forward(self, step: Step, *, sums: Sums, loss_scale: float, measure: bool) -> None:
         def loss_of(outputs: Tree, micro_batch: MicroBatch) -> Tensor:
@@ -115,7 +167,7 @@ class PipeDream(EngineAround):
             add(sums, more)
             return loss
 
-        weights, versions = [p.data for p in self._parameters], [version_of(p) for p in self._parameters]
+        weights, versions = [p.data for p in self._parameters], [p._version for p in self._parameters]
         passes: list[tuple[Tensor | None, Tensor]] = []
         for micro_batch in step.micro_batches:
             received = None
@@ -134,7 +186,7 @@ class PipeDream(EngineAround):
     def _run_backward(self) -> int:
         """Run the oldest batch backward, with the weights of its forward pass; return the number of updates since then."""
         batch = self._under_way.popleft()
-        now = [p.data for p in self._parameters], [version_of(p) for p in self._parameters]
+        now = [p.data for p in self._parameters], [p._version for p in self._parameters]
         self._use_weights(batch.weights, batch.versions)
         for received, made in batch.passes:
             gradient = batch.scale.to(made)
@@ -160,7 +212,8 @@ class PipeDream(EngineAround):
     def _use_weights(self, weights: Sequence[Tensor], versions: Sequence[int]) -> None:
         for parameter, weight in zip(self._parameters, weights):
             parameter.data = weight
-        set_versions(self._parameters, versions)
+        # a backward pass accepts only tensors with the versions that its forward pass has seen
+        torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), tuple(versions))
 
     def _send(self, tensor: Tensor, *, to: int, group: dist.ProcessGroup | None) -> None:
         work = dist.isend(tensor, dst=to, group=group)
@@ -188,17 +241,6 @@ class PipeDream(EngineAround):
         dist.all_reduce(square)
         return square.sqrt()
 
-    def meet(self, step: int, *, is_last: bool) -> bool:
-        if is_last and self._under_way:  # the run ends early: these gradients come too late
-            LOGGER.warning("parallel.drain_every: %d, and the run ends in between: stage %d leaves out the gradients of %d "
-                           "batches", self._drain_every, self._number, len(self._under_way))  # fmt: skip
-            while self._under_way:
-                self._run_backward()
-            self.module.zero_grad()
-        if is_last:
-            self._wait_for_sends(all_of_them=True)
-        return is_last or step % self._drain_every == 0
-
 
 def _scale(step: Step, sums: Sums, loss_scale: float) -> Tensor:
     """Return the factor of the sum of a batch's losses; only the last stage's factor counts."""
@@ -208,8 +250,11 @@ def _scale(step: Step, sums: Sums, loss_scale: float) -> Tensor:
     return torch.where(weight > 0, loss_scale / weight, 0.0)
 
 
-def pipedream_problems(model: nn.Module, *, demands: Demands, drain_every: int) -> list[str]:
-    """Return why a model with a chain, or a run, does not work with a pipeline that is not flushed."""
+def problems(model: nn.Module, *, demands: Demands, pipeline: int, drain_every: int | None = None, **others: Any) -> list[str]:
+    """Return why a model or a run does not work with a pipeline that is not flushed."""
+    if found := flushed.problems(model, demands=demands, pipeline=pipeline, schedule="1f1b", **others):
+        return found
+    drain_every = drain_every or DRAIN_EVERY
     links = chain_for(model).links_of_parameters()
     names = [name for name, parameter in model.named_parameters() if len(links[id(parameter)]) > 1]
     if names:

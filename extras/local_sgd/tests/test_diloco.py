@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from extras.local_sgd.tests.test_local_sgd import RUN as BARE
 from framework.build import components
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.optim.optimizers import hidden_matrices, trainable
 from tests.harness import Ended, Says, assert_same_bits, checked, command, finished, together
-from tests.parallel.test_local_sgd import RUN as BARE
 from tests.test_any_to_any import RUN as TOKENS
 from tests.test_any_to_any import line, note_state, own_option  # noqa: F401
 from tests.test_divergence import SKIP, bad_batches
