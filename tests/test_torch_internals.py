@@ -184,11 +184,6 @@ def test_ddp_leaves_buffers_and_gradients_alone_when_asked(alone: dist.ProcessGr
     assert not wrapper.will_sync_module_buffers()
 
 
-def test_rpc_takes_these_transports() -> None:
-    options = ours.rpc_options(init_method="file:///nowhere", timeout_s=3.0, num_threads=2)
-    assert options.rpc_timeout == 3.0 and options.num_worker_threads == 2
-
-
 def test_redistributions_are_logged_by_this_logger() -> None:
     assert importlib.import_module(ours.REDISTRIBUTION_LOG).logger.name == ours.REDISTRIBUTION_LOG
 

@@ -15,9 +15,9 @@ from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine, EngineAround, MicroBatch, Step
 from framework.engine.sums import Sums, add, weight_of
-from framework.modules.first_weights import fills
 from framework.modules.tensors import Tree
 from framework.parallel import pipeline as flushed
+from framework.parallel.first_weights import fills
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.sent import SendDtype

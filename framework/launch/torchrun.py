@@ -29,7 +29,7 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
 
         network = Network.find()
         # NCCL finds its networks by itself, and may use several networks
-        network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"))
+        network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME",))
     is_one = line is None or _have_one_line(line, environment=environment)
     begun = None
     if environment.rank == 0:  # this process keeps the lock of a run until it ends

@@ -145,7 +145,7 @@ _LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def ports_are_the_kernels(launch: LaunchSection) -> Iterator[Problem]:
-    """Refuse a port range if gloo, RPC and NCCL would use ports outside of it: they take any port from this host's kernel."""
+    """Refuse a port range if gloo and NCCL would use ports outside of it: they take any port from this host's kernel."""
     ports, kernels = launch.port_range, Path("/proc/sys/net/ipv4/ip_local_port_range")
     if not ports or launch.kind != "local" or not kernels.exists():
         return

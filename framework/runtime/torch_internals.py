@@ -155,15 +155,6 @@ def set_gradient_sync(wrapper: DistributedDataParallel, is_on: bool) -> None:
     wrapper.require_backward_grad_sync = is_on
 
 
-def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
-    """Return RPC's options without its shared-memory transports: these poll, and use a third of a core per process."""
-    from torch.distributed import rpc
-
-    return rpc.TensorPipeRpcBackendOptions(
-        init_method=init_method, rpc_timeout=timeout_s, num_worker_threads=num_threads, _transports=["uv"], _channels=["basic"]
-    )
-
-
 # --- loader processes
 
 

@@ -1,5 +1,6 @@
 """torch.distributed.rpc among the ranks of a world: the ranks join through the run's own store, and leave together."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -11,8 +12,6 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from framework.distributed.world import World
-from framework.runtime.environment import variables
-from framework.runtime.torch_internals import rpc_options
 
 Gradients = list[Tensor | None]
 
@@ -29,10 +28,12 @@ def join_rpc(world: World, *, lost: Callable[[int, Exception], None] | None = No
     """Let this rank answer the calls of the other ranks until the world ends. Collective.
 
     Rank 0 calls `lost`, from another thread, with a rank that has died and the error of RPC. RPC unpickles received data,
-    and a pickle can run any program: so a run on one machine listens only to this machine.
+    and a pickle can run any program: so a run on one machine listens only to this machine. Between machines it uses gloo's
+    network.
     """
-    if world.world_size == world.local_world_size:
-        variables().setdefault("TP_SOCKET_IFNAME", "lo")
+    network = "lo" if world.world_size == world.local_world_size else os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if network:
+        os.environ.setdefault("TP_SOCKET_IFNAME", network)
 
     def rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
         yield world.groups.store("rpc"), world.rank, world.world_size
@@ -40,7 +41,10 @@ def join_rpc(world: World, *, lost: Callable[[int, Exception], None] | None = No
     dist.register_rendezvous_handler(_SCHEME, rendezvous)  # no port of its own, and a new store for every attempt
     timeout_s = world.timeout.total_seconds()
     num_threads = max(2, world.world_size)  # handlers wait at most for a lock, not for each other
-    options = rpc_options(init_method=f"{_SCHEME}://", timeout_s=timeout_s, num_threads=num_threads)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{_SCHEME}://", rpc_timeout=timeout_s, num_worker_threads=num_threads,
+        _transports=["uv"], _channels=["basic"],  # the transports by shared memory poll, and use a third of a core per process
+    )  # fmt: skip
     with warnings.catch_warnings():
         # a warning of torch about the group that init_rpc makes for itself
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
@@ -66,7 +70,7 @@ def _report_loss(call: "Future[None]", *, rank: int, lost: Callable[[int, Except
     try:
         call.value()
     except Exception as error:
-        lost(rank, error)
+        lost(rank, as_gloo_says(error))
 
 
 def serve(server: Any) -> None:
@@ -79,7 +83,20 @@ def call_remote(method: str, *arguments: Any) -> Any:
 
     If the method returns a future, no thread of rank 0 waits for it.
     """
-    return rpc.rpc_sync(name_of(0), _run, args=(method, arguments))
+    try:
+        return rpc.rpc_sync(name_of(0), _run, args=(method, arguments))
+    except RuntimeError as error:
+        raise as_gloo_says(error) from error
+
+
+def as_gloo_says(error: Exception) -> Exception:
+    """Return an error of RPC in words that the framework knows, if a rank has ended or is late; else the error itself."""
+    if any(text in str(error) for text in _LOST):
+        return ConnectionError(f"Connection closed by peer: {error}")
+    return TimeoutError(f"{error} (launch.timeout_s)") if "RPC ran for more than set timeout" in str(error) else error
+
+
+_LOST = ("EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed")
 
 
 @rpc.functions.async_execution

@@ -4,19 +4,21 @@ import threading
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grad_norm_
 
+from extras.rpc.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.seam import EngineAround, Step, weigh_gradients
+from framework.engine.forward import Forward
+from framework.engine.seam import Step
 from framework.engine.sums import Sums
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.optim.update import group_values
-from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 
 
-class Hogwild(EngineAround):
+class Hogwild(DataParallelEngine):
     """An Engine with ranks that never wait for each other's gradients: pull, compute, push, and the server takes a step.
 
     A rank's gradient is the mean over its own samples, at parameters that other ranks may have changed meanwhile. The ranks
@@ -24,12 +26,23 @@ class Hogwild(EngineAround):
     Sources: Recht et al. 2011, "Hogwild!"; Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD).
     """
 
-    def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
-        super().__init__(engine)
+    def __init__(self, model: nn.Module, *, forward: Forward, mesh: DeviceMesh, world: World) -> None:
+        super().__init__(
+            model,
+            forward=forward,
+            mesh=mesh,
+            dp_rank=world.rank,
+            dp_size=world.world_size,
+            broadcast=world.broadcast,
+            meet_in_steps=False,
+            alone=lambda index: True,
+            warm_up=self._begin,
+            make_optimizer=self._pushing,
+        )
         self._world = world
-        self._parameters = [p for p in nn.Module.parameters(engine.module) if p.requires_grad]
+        self._held = [p for p in nn.Module.parameters(model) if p.requires_grad]
         self._server: ParameterStore | None = None  # only on rank 0
-        self._optimizer: torch.optim.Optimizer  # set by make_optimizer
+        self._optimizer: torch.optim.Optimizer  # set by _pushing
         self._num_samples = 0  # of this rank, in the current step
         self._is_measured = False
         self._pushed: Gradients = []
@@ -37,41 +50,33 @@ class Hogwild(EngineAround):
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._pull()
-        self._is_measured = measure
-        self._num_samples = step.num_own_samples
-        step = step._replace(num_samples=max(1, self._num_samples))  # a mean over this rank's own samples
-        return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
-
-    def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        weigh_gradients(self.module, sums, num_samples=self._num_samples, among_ranks=False)
+        self._is_measured, self._num_samples = measure, step.num_own_samples
+        return super().forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this rank's own norm. In a measured step and before a checkpoint, return the root mean square of the norms of
         all ranks. In other steps the ranks do not wait to compute it.
         """
-        norm = self._engine.clip_grad_norm(max_norm)
         if max_norm is not None and not self._is_measured:
-            return norm
-        square = norm.square()
-        dist.all_reduce(square)
-        return (square / self.dp_size).sqrt()
+            return clip_grad_norm_(self._held, max_norm)
+        return super().clip_grad_norm(max_norm)
 
-    def warm_up(self, step: Step) -> None:
+    def _begin(self) -> None:
         """Start from the values of the module and the optimizer, which may come from a checkpoint. Collective."""
         if self._server is not None:
-            self._server.begin(self._parameters, self._optimizer.state, group_values(self._optimizer))
+            self._server.begin(self._held, self._optimizer.state, group_values(self._optimizer))
         self._world.agreement.barrier()
 
     def sync_buffers(self) -> None:
         """Give all ranks the server's parameters. Collective. No rank pushes again before all ranks have them."""
         self._world.agreement.barrier()  # a push returns after its step: after the barrier, all steps are taken
-        self._engine.sync_buffers()
+        super().sync_buffers()
         self._pull()
         if self._server is not None:
-            self._optimizer.state.update(self._server.state_by(self._parameters))
+            self._optimizer.state.update(self._server.state_by(self._held))
             take_over(self._optimizer, self._server.groups())
 
-    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+    def _pushing(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         """Return an optimizer with a step that pushes the gradients. On rank 0 it shows the server's state."""
         if self.dp_rank == 0:
             self._server = ParameterStore(build, trained)
@@ -88,13 +93,13 @@ class Hogwild(EngineAround):
     @torch.no_grad()
     def _pull(self) -> None:
         values = self._server.current() if self._server is not None else call_remote("current")
-        for parameter, value in zip(self._parameters, values):
+        for parameter, value in zip(self._held, values):
             parameter.copy_(value)
 
     def _push(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        sent = gradients_of(self._parameters) if self._server is None else []
-        self._pushed = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
+        sent = gradients_of(self._held) if self._server is None else []
+        self._pushed = [p.grad for p in self._held]
+        for parameter in self._held:
             parameter.grad = None  # the replica takes no step: it pulls the parameters
         if self._num_samples == 0:  # a short batch; momentum and decay must not act for a rank without samples
             return
@@ -104,7 +109,7 @@ class Hogwild(EngineAround):
             call_remote("update_by_factor", sent, optimizer.param_groups[0]["lr"])
 
     def _put_back(self, *_: object) -> None:
-        for parameter, gradient in zip(self._parameters, self._pushed):
+        for parameter, gradient in zip(self._held, self._pushed):
             parameter.grad = gradient  # a checkpoint checks whether the gradient is finite
 
 

@@ -15,6 +15,8 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 
+from extras.parameter_server.asynchronous import Hogwild
+from extras.parameter_server.synchronous import Notices, Server
 from framework.build import components
 from framework.checkpoint.canonical import Held, state_tensors
 from framework.checkpoint.manifest import read_state
@@ -22,8 +24,6 @@ from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.engine.data_parallel import DataParallelEngine
 from framework.optim.optimizers import hidden_matrices, trainable
-from framework.parallel.server.asynchronous import Hogwild
-from framework.parallel.server.synchronous import Notices, Server
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but, together

@@ -7,42 +7,46 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
+from extras.rpc.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.seam import EngineAround, Step
-from framework.engine.sums import Sums
+from framework.engine.forward import Forward
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
-from framework.parallel.server.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 
 
-class Synchronous(EngineAround):
+class Synchronous(DataParallelEngine):
     """An Engine equal to one process: one optimizer step, on rank 0, with the sum of all ranks' gradients.
 
     Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server", in its sequential mode.
     """
 
-    def __init__(self, engine: DataParallelEngine, *, world: World) -> None:
-        super().__init__(engine)
+    def __init__(self, model: nn.Module, *, forward: Forward, mesh: DeviceMesh, world: World) -> None:
+        super().__init__(
+            model,
+            forward=forward,
+            mesh=mesh,
+            dp_rank=world.rank,
+            dp_size=world.world_size,
+            averaged_over=1,
+            broadcast=world.broadcast,
+            finish=lambda: self._side.add_up(self._held),
+            warm_up=self._pull,
+            make_optimizer=self._on_rank_0,
+        )
         self._device = world.device
-        self._parameters = [p for p in nn.Module.parameters(engine.module) if p.requires_grad]
+        self._held = [p for p in nn.Module.parameters(model) if p.requires_grad]
         self._side = Server(world) if world.rank == 0 else Client(world)
-
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        sums = self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
-        self._side.add_up(self._parameters)
-        return sums
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip the sum of the gradients, which only rank 0 has; return its norm on every rank."""
-        (norm,) = self._side.share(lambda: [self._engine.clip_grad_norm(max_norm)])
+        clip = super().clip_grad_norm
+        (norm,) = self._side.share(lambda: [clip(max_norm)])
         return norm.to(self._device)
 
-    def warm_up(self, step: Step) -> None:
-        self._pull()
-
-    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
+    def _on_rank_0(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         optimizer = build(trained if self.dp_rank == 0 else stand_in(self._device))
         # immediately, not before the next forward pass: an average of the weights reads the weights after each step
         optimizer.register_step_post_hook(lambda *_: self._pull())
@@ -50,7 +54,7 @@ class Synchronous(EngineAround):
 
     @torch.no_grad()
     def _pull(self) -> None:
-        for parameter, value in zip(self._parameters, self._side.share(lambda: [*self._parameters])):
+        for parameter, value in zip(self._held, self._side.share(lambda: [*self._held])):
             parameter.copy_(value)
 
 

@@ -17,26 +17,16 @@ def parameter_server(
     """Replicate the model; rank 0 is the server. One process runs without a server. Collective."""
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
-    plain = DataParallelEngine(
-        model,
-        forward=forward,
-        mesh=mesh,
-        dp_rank=world.rank,
-        dp_size=world.world_size,
-        averaged_over=1,
-        broadcast=world.broadcast,
-        meet_in_steps=mode == "sync",
-    )
     if world.world_size == 1:
-        return plain
+        return DataParallelEngine(model, forward=forward, mesh=mesh)
     # imported here, because a build of torch may have no RPC
     if mode == "async":
-        from framework.parallel.server.asynchronous import Hogwild
+        from extras.parameter_server.asynchronous import Hogwild
 
-        return Hogwild(plain, world=world)
-    from framework.parallel.server.synchronous import Synchronous
+        return Hogwild(model, forward=forward, mesh=mesh, world=world)
+    from extras.parameter_server.synchronous import Synchronous
 
-    return Synchronous(plain, world=world)
+    return Synchronous(model, forward=forward, mesh=mesh, world=world)
 
 
 def exact_options(*, mode: str, **options: object) -> dict[str, object] | None:
