@@ -42,7 +42,7 @@ def folders() -> list[Path]:
 def groups(within: Sequence[Path] | None = None) -> list[str]:
     """Return the names of the groups in some folders, or in all folders."""
     names = (path.name for conf in within or folders() for path in conf.iterdir() if path.is_dir())
-    return sorted({name for name in names if "." not in name and name[0] != "_" and name != "hydra"})
+    return sorted({name for name in names if "." not in name and name[0] != "_" and name not in ("hydra", "launchers")})
 
 
 def named_keys() -> list[str]:

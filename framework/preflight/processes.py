@@ -10,7 +10,6 @@ from framework.config.folders import option_node, options
 from framework.config.launch import LaunchSection
 from framework.config.schema import BackendSection, Node
 from framework.distributed.mesh import MESH_AXES, resolve_axes
-from framework.distributed.mpi import start as mpi
 from framework.runtime.files import open_files
 from framework.runtime.problem import Problem
 
@@ -122,16 +121,14 @@ def device_problems(
     """Refuse a backend that does not fit the device, and a device that is missing: no run uses the CPU without a message."""
     if device == "cpu" and backend.name == "nccl":
         return [Problem("device", "cpu, but backend=nccl is for CUDA", "cuda, or backend=gloo")]
-    if device == "cuda" and backend.name == "mpi":
-        return [Problem("device", "cuda, but backend=mpi is for the CPU here", "cpu, or backend=auto")]
     if device == "cuda" and launch.kind == "local" and not _cuda_devices():
         return [Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi shows the driver; or device=auto")]
-    if backend.name == "mpi" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
-        import torch  # only for an optional backend
+    if backend.module is not None and backend.name is not None:
+        from framework.distributed.other_backend import refusals  # torch, only for an optional backend
 
-        if torch.__version__ < "2.13":
-            what = f"mpi, which can only sum and broadcast with torch {torch.__version__} (2.13 and later: any message)"
-            return [Problem("backend", what, "gloo, or parallel=ddp or zero")]
+        of_run: dict[str, Any] = {"num_processes": launch.most_processes, "only_sums": _only_sums(parallel, invariance)}
+        lines = refusals(backend.name, module=backend.module, device=device, **of_run)
+        return [Problem.of_line(line) for line in lines]
     if device == "cuda" and backend.name == "gloo" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
         what = "gloo, which can only sum and broadcast CUDA tensors: any other message ends the process"
         return [Problem("backend", what, "auto, device=cpu, or parallel=ddp or zero")]
@@ -179,14 +176,11 @@ def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Pro
         return _other_backend_problems(backend.name, module=backend.module)
     if backend.name in ("auto", "gloo"):
         return []
-    if backend.name not in ("nccl", "mpi", "ucc"):
-        what = f"{backend.name or 'null'} is not one of auto, gloo, nccl, mpi and ucc"
+    if backend.name not in ("nccl", "ucc"):
+        what = f"{backend.name or 'null'} is not one of auto, gloo, nccl and ucc"
         return [Problem("backend.name", what, "of another package: backend=other backend.name=NAME backend.module=PACKAGE")]
     from torch import distributed
 
-    if backend.name == "mpi":
-        refusal = mpi.refusal(num_processes=launch.most_processes, is_torchs=distributed.is_mpi_available())
-        return [refusal] if refusal is not None else []
     available = {"nccl": distributed.is_nccl_available, "ucc": distributed.is_ucc_available}
     if available[backend.name]():
         is_there = backend.name != "nccl" or launch.kind != "local" or _cuda_devices()
@@ -199,7 +193,7 @@ def _other_backend_problems(name: str | None, *, module: str) -> list[Problem]:
     """Return why the back end of another package cannot be used."""
     from framework.distributed.other_backend import kinds_of_devices
 
-    if name is None or name in ("auto", "gloo", "nccl", "mpi", "ucc"):
+    if name is None or name in ("auto", "gloo", "nccl", "ucc"):
         what = f"{name or 'null'}, but backend.module={module} is another package"
         return [Problem("backend.name", what, "the name under which the package registers its back end")]
     try:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.distributed.mpi import start as mpi
+from extras.mpi import mpi
 
 # MPI does not read the elements that it moves, so an MPI type of the same size carries them. Bytes cannot: MPI counts to 2^31.
 _CARRIERS = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}

@@ -14,17 +14,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
+import torch
+from torch.torch_version import TorchVersion
 
-from framework.distributed.mpi import start as mpi
+from extras.mpi import mpi
+from extras.mpi.launcher import Mpirun
+from framework.cli.run import checked_line
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished, wait_for, wait_for_checkpoint
 from tests.launch.test_local import assert_gone
 from tests.test_conformance import MODELS, RUN
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-needs_mpi = pytest.mark.skipif(MPIRUN is None or mpi.missing("mpi"), reason=f"no MPI here: {mpi.INSTALL}")
+needs_mpi = pytest.mark.skipif(MPIRUN is None or mpi.is_missing(), reason=f"no MPI here: {mpi.INSTALL}")
 # as root, and with more ranks than cores, Open MPI wants to be told
 ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
            "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::FutureWarning"}  # fmt: skip
@@ -96,7 +99,7 @@ STRATEGIES = {
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run every line of STRATEGIES under one mpirun, each in a folder of its number."""
-    if MPIRUN is None or mpi.missing("mpi"):
+    if MPIRUN is None or mpi.is_missing():
         pytest.skip(f"no MPI here: {mpi.INSTALL}")
     folder = tmp_path_factory.mktemp("two")
     lines = [[*run, *options, f"run.root={folder / str(i)}"] for i, (run, options) in enumerate(STRATEGIES.values())]
@@ -205,13 +208,13 @@ def test_one_process_alone_trains(one_process: Callable[[list[str]], Ended], tmp
 
 
 def hide_mpi() -> None:
-    """Have this process find no mpi4py; and no MPI in torch, should there be one."""
+    """Have this process find no mpi4py."""
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *more: None if name == "mpi4py" else find(name, *more)  # type: ignore[assignment]
-    dist.is_mpi_available = lambda: False  # type: ignore[assignment]
+    sys.modules.pop("extras.mpi.group", None)
 
 
-LACKING = Says("backend: mpi ... mpi4py ... not installed ... steadfast[mpi]")
+LACKING = Says("backend.name: extras.mpi.group ... mpi4py ... not installed ... steadfast[mpi] ...")
 
 
 def test_without_mpi4py_the_backend_is_refused_with_what_would_provide_it(tmp_path: Path) -> None:
@@ -220,11 +223,24 @@ def test_without_mpi4py_the_backend_is_refused_with_what_would_provide_it(tmp_pa
     assert not list(refused.root.iterdir())
 
 
-@pytest.mark.skipif(mpi.missing("mpi") and not dist.is_mpi_available(), reason=f"no MPI here: {mpi.INSTALL}")
+@pytest.mark.skipif(mpi.is_missing(), reason=f"no MPI here: {mpi.INSTALL}")
 def test_workers_that_are_not_mpiruns_are_refused(tmp_path: Path) -> None:
     refused = command(*MLP, "parallel=ddp", "backend=mpi", "launch.nproc_per_node=2", root=tmp_path / "runs")
     says = Says("backend: mpi ... mpirun did not start ... 2 processes ... mpirun -n 2")
     assert (refused.code, refused.output) == (78, says)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "version", "is_refused"), [("ddp", "2.12.0", False), ("fsdp", "2.12.0", True), ("fsdp", "2.13.0", False)]
+)
+def test_it_is_asked_for_no_more_than_an_older_torch_does(
+    strategy: str, version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(Mpirun, "started", lambda self: True)
+    line = ["backend=mpi", "device=cpu", "launch.nproc_per_node=2", f"parallel={strategy}"]
+    found = [str(problem) for problem in checked_line(line).problems if "can only sum and broadcast" in str(problem)]
+    assert len(found) == is_refused and all(text.startswith("backend: mpi") for text in found), found
 
 
 NOT_INSTALLED = Says("mpirun: started 2 processes ... mpi4py ... not installed ... steadfast[mpi] ... torchrun")
@@ -245,7 +261,7 @@ def test_under_an_mpirun_without_mpi4py_no_process_trains(names: str, rank: int,
 
 @needs_mpi
 def test_under_an_mpirun_without_mpi4py_rank_0_alone_speaks(tmp_path: Path) -> None:
-    hidden = 'import sys; from framework.distributed.mpi import start as mpi; mpi.missing = lambda extra: ["mpi4py"]; from train import main; sys.exit(main(sys.argv[1:]))'
+    hidden = "import sys; from extras.mpi import mpi; mpi.is_missing = lambda: True; from train import main; sys.exit(main(sys.argv[1:]))"
     refused = end(mpirun(2, "-c", hidden, *MLP, "parallel=ddp", f"run.root={tmp_path / 'runs'}"), root=tmp_path)
     assert refused.code == 78 and refused.output.splitlines().count(NOT_INSTALLED) == 1, refused.output
     assert not list(tmp_path.iterdir())

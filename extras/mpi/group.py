@@ -13,8 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from framework.distributed.mpi import start as mpi
-from framework.distributed.mpi.buffers import Reduction, carried, check_count, counts_of, joined, sizes
+from extras.mpi import mpi
+from extras.mpi.buffers import Reduction, carried, check_count, counts_of, joined, sizes
+from extras.mpi.launcher import Mpirun
+
+if mpi.is_missing():
+    raise ImportError(f"mpi4py is not installed: {mpi.INSTALL}")
 
 
 class PendingOperation(dist.Work):
@@ -101,21 +105,28 @@ class PendingOperation(dist.Work):
         self._requests, self._used, self._last = [], [], []
 
 
-_NAME = "mpi4py"  # torch keeps the name mpi for its own backend, even in builds without it
+NAME = "mpi4py"  # torch keeps the name mpi for its own backend, even in builds without it
 
 
-def backend_name() -> str:
-    """Return the name of torch.distributed's MPI backend: torch's own, or the one here, which this function then registers."""
-    if dist.is_mpi_available():
-        return dist.Backend.MPI
-    if _NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_NAME, _new_group, extended_api=True, devices=["cpu"])
-    return _NAME
+def problems(*, num_processes: int, only_sums: bool) -> list[str]:
+    """Return why a run of this many processes cannot use this back end. `only_sums`: they only sum and broadcast."""
+    if num_processes > 1 and not Mpirun().started():
+        what = f"backend: mpi, but mpirun did not start these {num_processes} processes"
+        return [f"{what} (mpirun -n {num_processes} python train.py ..., without launch.nproc_per_node)"]
+    if num_processes > 1 and not only_sums and torch.__version__ < "2.13":
+        what = f"backend: mpi, which can only sum and broadcast with torch {torch.__version__} (2.13 and later: any message)"
+        return [f"{what}; gloo, or parallel=ddp or zero"]
+    return []
 
 
-def _new_group(options: Any, _: object) -> "MPIGroup":
-    """Make a group with its own communicator, so that its operations pair with no other group's. All members must call this."""
-    world = mpi.library().COMM_WORLD
+def _new_group(options: Any, _: object) -> Any:
+    """Make a group with its own communicator, so that its operations pair with no other group's. All members must call this.
+
+    A group of one rank does not start MPI: without mpirun, MPI would leave files.
+    """
+    if options.group_size == 1:
+        return dist.ProcessGroupGloo(options.store, 0, 1, options.timeout)
+    world, _ = mpi.world()
     ranks = options.global_ranks_in_group or range(world.size)
     return MPIGroup(world.Create_group(world.group.Incl(list(ranks))), name=options.group_id, timeout=options.timeout)
 
@@ -137,7 +148,7 @@ class MPIGroup(dist.ProcessGroup):
         return self._name
 
     def getBackendName(self) -> str:  # the name is torch's
-        return _NAME
+        return NAME
 
     def _begin(self, what: str, result: Sequence[Tensor]) -> PendingOperation:
         for tensor in result:
@@ -257,3 +268,7 @@ class MPIGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._begin("barrier", []).add(self._communicator.Ibarrier())
+
+
+if NAME not in dist.Backend.backend_list:
+    dist.Backend.register_backend(NAME, _new_group, extended_api=True, devices=["cpu"])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
-from framework.distributed.mpi.group import backend_name
+from extras.mpi.group import NAME
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -224,10 +224,10 @@ def check_time_out(rank: int, size: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from framework.distributed.mpi import start as mpi
+    from extras.mpi import mpi
 
     world = mpi.library().COMM_WORLD
-    dist.init_process_group(backend_name(), store=dist.HashStore(), rank=world.rank, world_size=world.size)
+    dist.init_process_group(NAME, store=dist.HashStore(), rank=world.rank, world_size=world.size)
     for check in (check_reductions, check_strange_tensors, check_moves, check_exchanges, check_messages,
                   check_functional, check_groups, check_time_out):  # fmt: skip
         check(world.rank, world.size)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from extras.mpi import mpi
 from framework.cli.run import start
-from framework.distributed.mpi import start as mpi
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
 
