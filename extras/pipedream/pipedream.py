@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from annotated_types import Ge
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine, EngineAround, MicroBatch, Step
+from framework.engine.seam import Demands, Engine, MicroBatch, Step
 from framework.engine.sums import Sums, add, weight_of
 from framework.modules.tensors import Tree
 from framework.parallel import pipeline as flushed
@@ -41,10 +42,9 @@ def pipedream(
     drain_every: Annotated[int, Ge(1)] | None = None,
 ) -> Engine:
     """Cut the model over all processes, as `parallel=pipeline` does. Collective."""
-    options: dict[str, Any] = {"pipeline": pipeline, "send_dtype": send_dtype, "balance": balance}
-    engine = flushed.pipeline(model, world=world, forward=forward, schedule="1f1b", **options)
-    assert isinstance(engine, PipelineEngine)
-    return PipeDream(engine, world=world, forward=forward, drain_every=drain_every or DRAIN_EVERY)
+    mesh, drain_every = world.mesh(pipeline=pipeline), drain_every or DRAIN_EVERY
+    options: dict[str, Any] = {"send_dtype": send_dtype, "balance": balance}
+    return PipeDream(model, world=world, forward=forward, mesh=mesh, drain_every=drain_every, **options)
 
 
 def exact_options(**options: object) -> None:
@@ -94,8 +94,8 @@ class _UnderWay:
     scale: Tensor  # the factor of the loss, shape (); only the last stage uses it
 
 
-class PipeDream(EngineAround):
-    """An Engine around a pipeline's: in each step a stage runs the new batch forward and an older batch backward.
+class PipeDream(PipelineEngine):
+    """A pipeline's Engine without a flush: in each step a stage runs the new batch forward and an older batch backward.
 
     Stage s of n runs batch t forward, then batch t - (n - 1 - s) backward with the weights of that batch's forward pass, and
     steps with its gradient. So a stage never waits for the pipeline to empty, and its gradients are n - 1 - s updates late. A
@@ -109,17 +109,17 @@ class PipeDream(EngineAround):
     Sources: Harlap et al. 2018, "PipeDream: fast and efficient pipeline parallel DNN training"; Narayanan et al. 2019.
     """
 
-    def __init__(self, pipeline: PipelineEngine, *, world: World, forward: Forward, drain_every: int) -> None:
-        super().__init__(pipeline)
+    def __init__(
+        self, model: nn.Module, *, world: World, forward: Forward, mesh: DeviceMesh, drain_every: int, **options: Any
+    ) -> None:
+        super().__init__(model, mesh=mesh, world=world, forward=forward, schedule="1f1b", **options)
         self.parts = {"drain": self}
-        self._pipeline, self._forward = pipeline, forward
-        self._world, self._drain_every = world, drain_every
+        self._drain_every = drain_every
         self._number, self._last = world.rank, world.world_size - 1
         self._delay = self._last - self._number
         # a separate group: under NCCL, messages of two processes in two directions would wait in one queue
         self._backward_group = world.groups.new_group()
         self._connect()
-        self._parameters = [p for p in nn.Module.parameters(self.module) if p.requires_grad]
         self._under_way: deque[_UnderWay] = deque()
         self._sends: list[list[tuple[dist.Work, Tensor]]] = [[]]  # of the step before, and of this step
         self._num_updates = 0
@@ -132,10 +132,10 @@ class PipeDream(EngineAround):
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._is_measured = measure
         self._sends = [self._sends[-1], []]
-        sums = self._pipeline.zeros(step.micro_batches[0], measure=measure)
-        self._pipeline.begin_step(step, index=index)
+        sums = self.zeros(step.micro_batches[0], measure=measure)
+        self.begin_step(step, index=index)
         self._run_forward(step, sums=sums, loss_scale=loss_scale, measure=measure)
-        self._pipeline.end_step()
+        self.end_step()
         count = num_due(len(self._under_way), delay=self._delay, is_drained=self._is_drained)
         late = [self._run_backward() for _ in range(count)]
         self._num_updates += bool(late)
@@ -172,12 +172,12 @@ class PipeDream(EngineAround):
         for micro_batch in step.micro_batches:
             received = None
             if self._number > 0:
-                kind = self._pipeline.sent.like(micro_batch.inputs)[self._number - 1]
+                kind = self.sent.like(micro_batch.inputs)[self._number - 1]
                 received = torch.empty_like(kind, device=self._world.device)
                 dist.recv(received, src=self._number - 1)
                 received.requires_grad_()
             given = () if received is None else (received,)
-            made = self._pipeline.run_stage(self._number, micro_batch, given, loss_of=loss_of)
+            made = self.run_stage(self._number, micro_batch, given, loss_of=loss_of)
             passes.append((received, made))
             if self._number < self._last:
                 self._send(made.detach(), to=self._number + 1, group=None)
