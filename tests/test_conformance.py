@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from framework.config.folders import CONF, options
+from framework.config.folders import CONF, option_node, options
 from tests.harness import Ended, Says, assert_close, command, finished, slow_but
 
 # Epochs of 4 steps of 14 samples and a short one of 10: micro-batches of 4, 4, 4 and 2, or of 4, 4 and 2, so that no
@@ -76,7 +75,7 @@ AXES = ("replicate", "shard", "tensor", "pipeline", "context", "expert")  # what
 
 def layouts(strategy: str) -> list[tuple[int, list[str]]]:
     """Return the numbers of ranks on which a strategy is tested, with its mesh: from the axes that its YAML names."""
-    node = yaml.safe_load((CONF / "parallel" / f"{strategy}.yaml").read_text())
+    node = option_node("parallel", strategy)
     axes = [name for name in AXES if name in node]
     if not axes:
         return [(1, [])]
@@ -196,7 +195,7 @@ def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tm
     line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
     refused = command(*line, "rehearse=true", root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output == Says("parallel: 2 processes compute different results with this model than one process ...")
+    assert refused.output == Says("... parallel: 2 processes compute different results with this model than one process ...")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """The interface between the loop and the strategies: an Engine turns micro-batches into gradients, on any layout of ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -46,7 +46,6 @@ class Step(NamedTuple):
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
     turn: str = ""  # the turn whose parameters it moves; empty: all parameters
-    is_last: bool = False  # the last step of the run, as planned
     is_even: bool = True  # all micro-batches on all ranks have the same size; then all ranks cut a step in the same way
 
     @property
@@ -114,6 +113,7 @@ class Engine(ABC):
     dp_rank: int
     dp_size: int
     observers: list[Observe]  # called with the outputs of each micro-batch of an evaluation that counts, on one of its ranks
+    parts: Mapping[str, Any] = {}  # the strategy's own parts of the loop, which are called after the user's
 
     @abstractmethod
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
@@ -174,13 +174,6 @@ class Engine(ABC):
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
 
-    def meet(self, step: int, *, is_last: bool) -> bool:
-        """Let ranks that train separately agree after this many steps (taken or skipped), if it is time or the last step.
-
-        Return whether any strategy can continue from this state.
-        """
-        return True
-
     @abstractmethod
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         """Build the optimizer of the parameters that this rank updates. `trained` are the parameters in `module`."""
@@ -196,7 +189,7 @@ class EngineAround(Engine):
 
     def __init__(self, engine: Engine) -> None:
         self.module, self.task = engine.module, engine.task
-        self.mesh, self.observers = engine.mesh, engine.observers
+        self.mesh, self.observers, self.parts = engine.mesh, engine.observers, engine.parts
         self.dp_rank, self.dp_size = engine.dp_rank, engine.dp_size
         self._engine = engine
 
@@ -234,9 +227,6 @@ class EngineAround(Engine):
 
     def sync_buffers(self) -> None:
         self._engine.sync_buffers()
-
-    def meet(self, step: int, *, is_last: bool) -> bool:
-        return self._engine.meet(step, is_last=is_last)
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return self._engine.make_optimizer(build, trained)

@@ -81,7 +81,7 @@ def put_aside(model: nn.Module) -> None:
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)
     kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items() if first[id(tensor)] == name}
-    numbers = {name: _to_meta(named[name]) if isinstance(named[name], nn.Parameter) else named[name] for name in kinds}
+    numbers = {name: _to_meta(value) if isinstance(value := named[name], nn.Parameter) else value for name in kinds}
     if dist.is_initialized() and dist.get_rank() > 0:
         numbers.clear()
     _ASIDE[model] = _Aside(kinds, {name: first[id(tensor)] for name, tensor in named.items()}, numbers)

@@ -106,9 +106,6 @@ def fills(node: Mapping[str, Any]) -> bool:
     return any(node.get(axis, 1) != 1 for axis in _CUTS)
 
 
-parallelize.fills = fills  # type: ignore[attr-defined]
-
-
 def problems(model: nn.Module, *, demands: Demands, **options: Any) -> list[str]:
     """Return why these degrees do not fit each other, the run, or the sizes of this model."""
     axes = [axis for axis in MESH_AXES if options.get(axis, 1) != 1 or (axis in options and axis in _CUTS)]
