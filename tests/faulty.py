@@ -1279,3 +1279,20 @@ class Mixed(Net):
     def middle(self, x: Tensor) -> Tensor:
         weights, index = x[:, :4].softmax(-1).topk(2)
         return x + self.chosen(x, index, weights)
+
+
+class Residual(Net):
+    """A plain loop over blocks with residual connections, each with a weight of its own outside of the blocks."""
+
+    def __init__(self, reach: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4))
+        self.scales, self.reach = nn.Parameter(torch.ones(4)), reach
+
+    def middle(self, x: Tensor) -> Tensor:
+        first = x
+        for number, block in enumerate(self.blocks):
+            x = x + self.scales[number] * block(x)
+            if self.reach:  # over all blocks
+                x = x + self.reach * first
+        return x

@@ -195,7 +195,7 @@ def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tm
     line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
     refused = command(*line, "rehearse=true", root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output == Says("... parallel: 2 processes compute different results with this model than one process ...")
+    assert "parallel: 2 processes compute different results with this model than one process" in refused.output
 
 
 @pytest.fixture(scope="session")

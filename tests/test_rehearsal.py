@@ -137,6 +137,7 @@ FOUND = {
     "experts that draw": ([*model("Mixed"), "+model.kind=dropout", "micro_batch_size=4", "parallel=expert", TWO], "parallel: 2 processes compute different results ... first in the output of chosen ..."),
     "experts that look at all choices": ([*model("Mixed"), "+model.kind=coupled", "parallel=expert", TWO], "parallel: 2 processes compute different results ... first in the output of chosen ..."),
     "experts that count on all": ([*model("Mixed"), "+model.kind=counted", "parallel=expert", TWO], "parallel: a step on 2 processes fails with this model: AssertionError: all of them ..."),
+    "a connection over all blocks": ([*model("Residual"), "+model.reach=0.1", "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is nan instead of ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
     "blocks that are not called by forward, fsdp": ([*model("NotByForward"), "model.parts.blocks=blocks", "parallel=fsdp", TWO], "parallel: a step on 2 processes fails with this model: RuntimeError: ... DTensor ... (model.parts.blocks=[], because its code uses the weights of a block ..."),
 }  # fmt: skip
@@ -177,6 +178,7 @@ def test_what_breaks_the_promise_is_found(what: str) -> None:
 
 
 RIGHT = {
+    "residuals around blocks": [*model("Residual"), "parallel=pipeline", TWO],
     "experts that lie apart": [*model("Mixed"), "+model.kind=apart", "parallel=expert", TWO],
     "a constructor that draws from numpy": [*model("NumpyWeights"), "parallel=fsdp", TWO],
     "a hook of training": model("Pulled"),

@@ -155,7 +155,7 @@ def _difference(expected: Seen, ranks: list[Seen]) -> str:
         return ""
     for name, sketch in expected.outputs.items():
         for rank in ranks:
-            if name in rank.outputs and _distance(sketch, rank.outputs[name]) > _TOLERANCE * max(sketch[0], 1e-12):
+            if name in rank.outputs and not _distance(sketch, rank.outputs[name]) <= _TOLERANCE * max(sketch[0], 1e-12):
                 return f"first in the output of {name or 'the model'}; {worst}"
     for name, sketch in expected.early.items():
         for rank in ranks:
@@ -182,14 +182,14 @@ def _far(expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str, s
     norm = max(scale, 1e-12, sum(sketch[0] ** 2 for sketch in expected.values()) ** 0.5)
     if sum(distance**2 for distance in distances.values()) ** 0.5 <= _TOLERANCE * norm:
         return ""
-    name = next(name for name in distances if distances[name] > _TOLERANCE * max(expected[name][0], 1e-12))
+    name = next(name for name in distances if not distances[name] <= _TOLERANCE * max(expected[name][0], 1e-12))
     return f"{what} {name} differs by {distances[name] / max(expected[name][0], 1e-12):.1e}"
 
 
 def _other_sums(expected: Seen, ranks: list[Seen], number: int, *, where: str) -> str:
     for name, value in expected.sums[number].items():
         found = sum(rank.sums[number][name] for rank in ranks)
-        if abs(value - found) > _TOLERANCE * max(1e-9, abs(value)):
+        if not abs(value - found) <= _TOLERANCE * max(1e-9, abs(value)):  # not a number is a difference too
             return f"{name} of {where} is {found:.6g} instead of {value:.6g}"
     return ""
 

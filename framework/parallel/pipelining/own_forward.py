@@ -1,14 +1,15 @@
-"""A model's own forward as a chain: the part before its blocks, each block, and the part after them.
+"""A model's own forward as a chain: each block, with what the forward does before the first one and after each.
 
 This is for models that are not a list of modules to call one after the other; most libraries' models are not. Every stage
-runs the model's forward, but skips the blocks of other stages. The first of its own blocks gets the tensor that the stage
-before has sent; after its last block, the forward ends. So every stage computes the other arguments of the blocks (masks,
-positions) again. Weights that a stage does not have are zeros without storage there.
+runs the model's forward, but skips the blocks of other stages. What a stage sends is the input of the next stage's first
+block; there its own forward ends. So every stage computes the other arguments of the blocks (masks, positions) again.
+Weights that a stage does not have, and results that it has skipped, are not a number: a forward that needs more than one
+tensor of the stage before, such as a connection over several blocks, has no result.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -35,21 +36,21 @@ class _Left(BaseException):
 
 @dataclass
 class _Window:
-    """The blocks of the running stage, and the tensor that it has received; with `is_last` the forward runs to its end."""
+    """The blocks of the running stage, and the tensor that it has received, in the place of the first block's hidden state."""
 
     start: int
     stop: int
     received: Tensor | None
-    is_last: bool
 
 
 @dataclass
 class _Call:
-    """The call of a block in the forward: which argument is the hidden state, and in which outputs it is returned."""
+    """The call of a block in the forward: which argument is the hidden state, and what the block returns."""
 
     place: int | str
     outputs: Any
-    hidden: list[Tensor] = field(default_factory=list)  # without storage: the hidden state before and after the block
+    hidden: Tensor  # without storage: the hidden state that the block gets
+    is_passed_on: bool  # it is the output of the block before it; otherwise the forward has computed it from this output
 
     def given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
         return named[self.place] if isinstance(self.place, str) else arguments[self.place]
@@ -69,10 +70,10 @@ class _Call:
 
 
 class OwnForward:
-    """The chain of a model's own forward: link 0 is before its blocks, each block is a link, the last link is after them.
+    """The chain of a model's own forward: each block is a link, with what the forward does before the first and after each.
 
-    The constructor raises Uncut if the blocks are not called once each, in order, each with the output of the block before it.
-    The rehearsal finds other values that a block may take from another block (a bias of positions, a state).
+    The constructor raises Uncut if the blocks are not called once each, in order, each with a tensor. The rehearsal finds other
+    values that a stage may need of another stage (a bias of positions, a state, a connection over several blocks).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,7 +100,7 @@ class OwnForward:
 
     @property
     def num_links(self) -> int:
-        return len(self.blocks) + 2
+        return len(self.blocks)
 
     def outputs(self, inputs: Tree) -> list[Any]:
         """Return each link's outputs, as meta tensors, for a batch like `inputs`; every link but the last has one tensor."""
@@ -108,7 +109,7 @@ class OwnForward:
         if key not in self._shapes:
             trace = follow(self._copy, example)
             calls = _calls(self._copied_blocks, trace)
-            self._shapes[key] = [calls[0].hidden[0], *(called.hidden[1] for called in calls), trace.events[-1].value]
+            self._shapes[key] = [*(called.hidden for called in calls[1:]), trace.events[-1].value]
         return self._shapes[key]
 
     def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[torch.dtype]:
@@ -116,24 +117,20 @@ class OwnForward:
         copied, copies = copied_with(self._copy, stand_in)
         types: list[torch.dtype] = []
 
-        def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            types[:] = types or [self._calls[0].given(arguments, named).dtype]
+        for block, called in zip(self._copied_blocks[1:], self._calls[1:]):
 
-        def leave(_: nn.Module, __: Any, outputs: Any) -> None:
-            types.append(_hidden_in(outputs).dtype)
+            def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], called: _Call = called) -> None:
+                types.append(called.given(arguments, named).dtype)
 
-        for block in self._copied_blocks:
             copies[id(block)].register_forward_pre_hook(enter, with_kwargs=True)
-            copies[id(block)].register_forward_hook(leave)
         call(copied, inputs)
         return types
 
     def costs(self, example: Tree | None) -> list[int]:
         """Return the cost of each link, as `costs_of` counts it."""
-        sizes = [sum(tensor.numel() for tensor in self._tensors(link)) for link in range(self.num_links)]
         costs = costs_of(self.model, self.blocks, example=example)
-        rest = costs_of(self.model, [self.model], example=example)[0] - sum(costs) - sizes[0]
-        return [1 + sizes[0], *costs, max(1, rest)]
+        rest = costs_of(self.model, [self.model], example=example)[0] - sum(costs)
+        return [*costs[:-1], costs[-1] + max(0, rest)]  # most of the rest is the head; the embedding only looks up
 
     def spans(self, costs: Sequence[int], *, num_stages: int) -> list[range]:
         """Return the numbers of each stage's links, for these costs of the links."""
@@ -151,11 +148,10 @@ class OwnForward:
                 if not self._links[id(tensor)] & links:
                     is_weight = isinstance(tensor, nn.Parameter)
                     delattr(module, name)
-                    absent = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-                    module.__dict__[name] = absent if is_weight else tensor.to(device)
+                    module.__dict__[name] = _no_number(tensor, device=device) if is_weight else tensor.to(device)
         stages = {}
         for number, span in ((number, spans[number]) for number in own):
-            stages[number] = Stage([self.blocks[link - 1] for link in span if 0 < link <= len(self.blocks)])
+            stages[number] = Stage([self.blocks[link] for link in span])
             outside = [tensor for link in {0, self.num_links - 1} & set(span) for tensor in self._tensors(link)]
             stages[number].rest = nn.ParameterList(tensor for tensor in outside if isinstance(tensor, nn.Parameter))
         for number, block in enumerate(self.blocks):
@@ -182,9 +178,7 @@ class OwnForward:
 
     def run(self, stage: Stage, span: range, arguments: tuple[Any, ...], inputs: Tree) -> Any:
         """Run a stage's part of the forward; return the hidden state after it, or the model's output."""
-        count = len(self.blocks)
-        start, stop, is_last = max(span.start, 1) - 1, min(span.stop, count + 1) - 1, span.stop == self.num_links
-        self._window = _Window(start, stop, None if span.start == 0 else arguments[0], is_last)
+        self._window = _Window(span.start, span.stop, arguments[0] if span.start else None)
         own = self.buffers(stage, span)
         others = [buffer for buffer in self.model.buffers() if id(buffer) not in own]  # buffers of this process's other stages
         before = [buffer.clone() for buffer in others]
@@ -205,19 +199,34 @@ class OwnForward:
         def run(*arguments: Any, **named: Any) -> Any:
             window = self._window
             assert window is not None
+            given = called.given(arguments, named)
             if number < window.start:
                 assert window.received is not None
-                return called.returned(window.received)
+                is_passed_on = self._calls[number + 1].is_passed_on
+                return called.returned(window.received if is_passed_on else _no_number(given, device=given.device).clone())
             if number >= window.stop:
-                leave(called.given(arguments, named))
-            if number == window.start and window.received is not None:
-                arguments, named = called.with_hidden(arguments, named, window.received)
-            outputs = forward(*arguments, **named)
-            if number == window.stop - 1 and not window.is_last:
-                leave(_hidden_in(outputs))
-            return outputs
+                leave(given)
+            received = window.received if number == window.start else None
+            if received is not None and (called.is_passed_on or not _becomes(given, received)):
+                arguments, named = called.with_hidden(arguments, named, received)
+            return forward(*arguments, **named)
 
         return run
+
+
+def _becomes(given: Tensor, received: Tensor) -> bool:
+    """Let a tensor become the received one: the forward may use it again, as in x = x + block(x). Return whether it did."""
+    try:
+        given.detach_().copy_(received)
+    except RuntimeError:  # a view
+        return False
+    return True
+
+
+def _no_number(like: Tensor, *, device: torch.device) -> Tensor:
+    """Return a tensor of this shape without a number, and without storage."""
+    nothing = torch.nan if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), nothing, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def chain_for(model: nn.Module) -> Listed | OwnForward:
@@ -236,27 +245,27 @@ def _row_of_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
-    """Return how each block is called. Raise Uncut if the forward does not pass one hidden state from block to block."""
+    """Return how each block is called. Raise Uncut if they are not called once each, or one of them not with a tensor."""
     numbers = {block: number for number, block in enumerate(blocks)}
     entered = [event for event in trace.events if event.kind == "enter" and event.what in numbers]
     left = [event for event in trace.events if event.kind == "leave" and event.what in numbers]
     if [numbers[event.what] for event in entered] != list(range(len(blocks))):
         raise Uncut("its blocks are not called once each, in their order")
-    calls: list[_Call] = []
+    calls, known = list[_Call](), set[int]()
     for before, enter, leave in zip([None, *left], entered, left):
         arguments, named = enter.value
         places: dict[int | str, Any] = {**dict(enumerate(arguments)), **named}
+        tensors = {place: value for place, value in places.items() if isinstance(value, Tensor)}
         sent = _hidden_in(before.value) if before is not None else None
-        fitting = [place for place, value in places.items() if isinstance(value, Tensor) and (sent is None or value is sent)]
-        if not fitting:
-            what = "the output of the block before it" if before is not None else "a tensor"
-            raise Uncut(f"a block does not get {what}")
-        others = tensors_in(before.value)[1:] if before is not None else []
-        if any(value is other for value in places.values() for other in others):
+        passed_on = [place for place, value in tensors.items() if value is sent]
+        new = [place for place, value in tensors.items() if value.is_floating_point() and id(value) not in known]
+        if not passed_on and not new:
+            raise Uncut("a block does not get a tensor that the forward has computed for it")
+        if any(value is other for value in tensors.values() for other in (tensors_in(before.value)[1:] if before else [])):
             raise Uncut("a block gets more than one tensor from the block before it")
-        called = _Call(fitting[0], leave.value)
-        called.hidden = [called.given(arguments, named), _hidden_in(leave.value)]
-        calls.append(called)
+        known.update(map(id, tensors.values()))
+        place = (passed_on or new)[0]
+        calls.append(_Call(place, leave.value, tensors[place], bool(passed_on)))
     return calls
 
 
@@ -268,11 +277,11 @@ def _hidden_in(outputs: Any) -> Tensor:
 
 
 def _links_of_tensors(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace) -> defaultdict[int, set[int]]:
-    """Return the numbers of the links that use each parameter and buffer, by its id. Uncut for a use between two blocks."""
+    """Return the numbers of the links that use each parameter and buffer, by its id."""
     links: defaultdict[int, set[int]] = defaultdict(set)
     for number, block in enumerate(blocks):
         for tensor in (*nn.Module.parameters(block), *block.buffers()):
-            links[id(tensor)].add(number + 1)
+            links[id(tensor)].add(number)
     numbers = {block: number for number, block in enumerate(blocks)}
     entered: dict[nn.Module, int] = {}  # the link in which a module is first entered
     num_left, inside = 0, False
@@ -281,11 +290,9 @@ def _links_of_tensors(model: nn.Module, blocks: Sequence[nn.Module], trace: Trac
             inside = event.kind == "enter"
             num_left += event.kind == "leave"
         elif event.kind == "enter":
-            entered.setdefault(event.what, 0 if num_left == 0 else len(blocks) + 1)
-        elif event.kind == "use" and not inside:
-            if 0 < num_left < len(blocks):
-                raise Uncut("a weight or buffer is used between its blocks")
-            links[id(event.what)].add(0 if num_left == 0 else len(blocks) + 1)
+            entered.setdefault(event.what, min(num_left, len(blocks) - 1))
+        elif event.kind == "use" and not inside:  # what is read between two blocks may be used before or after the second
+            links[id(event.what)] |= {max(num_left - 1, 0), min(num_left, len(blocks) - 1)}
     for module in model.modules():
         for tensor in (*nn.Module.parameters(module, recurse=False), *module.buffers(recurse=False)):
             if not links[id(tensor)]:  # not used in an evaluation
