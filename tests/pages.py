@@ -9,7 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [*sorted(ROOT.glob("*.md")), ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("extras/*/README.md"))]
+    for path in [
+        *sorted(ROOT.glob("*.md")),
+        ROOT / "slurm" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted(ROOT.glob("extras/*/README.md")),
+    ]
 }
 _BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 

@@ -116,6 +116,45 @@ def refused(*words: str, folder: Path) -> str:
     return ended.output
 
 
+# --- a value with a name
+
+HOOK = """
+def scaled(group, bucket, *, factor):
+    import torch.distributed as dist
+    dist.all_reduce(bucket.buffer().div_(group.size() * factor), group=group)
+    return bucket.buffer().mul_(factor)
+"""
+NAMED = "# the mean of the gradients, times a factor on the way\n_for_: framework.parallel.ddp.ddp\nhook:\n  _target_: hooks.scaled\n" \
+        "  _partial_: true\n  factor: 2.0\n"  # fmt: skip
+
+
+def test_a_value_of_ones_own_has_a_name(folder: Path) -> None:
+    write(folder, **{"hooks.py": HOOK, "conf/parallel.hook/scaled": NAMED})
+    line = ["model=mynet", "parallel=ddp", "launch.nproc_per_node=2"]
+    plain = typed(*line, *QUICK, "name=plain", "run.root=plain", directory=folder)
+    named = typed(*line, *QUICK, "parallel.hook=scaled", directory=folder)
+    assert plain.code == named.code == 0, named.output
+    (theirs,) = (load_file(path) for path in files_below(folder / "plain", "model.safetensors"))
+    assert all(torch.allclose(weight, theirs[name], atol=1e-6) for name, weight in named.weights.items())
+    shown = typed("parallel=ddp", "--help", directory=folder).output
+    assert "parallel.hook=scaled" in shown and "times a factor on the way" in shown
+
+
+def test_a_name_is_refused_where_there_is_none_and_where_its_keys_have_values(folder: Path) -> None:
+    write(
+        folder,
+        **{
+            "hooks.py": HOOK,
+            "conf/parallel.hook/scaled": NAMED,
+            "conf/parallel.bucket_cap_mb/small": "_for_: framework.parallel.ddp.ddp\nstatic_graph: true\n",
+        },
+    )
+    assert refused("parallel=zero", "parallel.hook=scaled", folder=folder).startswith("parallel.hook: unknown key")
+    assert "auto, small" in refused("parallel=ddp", "parallel.bucket_cap_mb=smal", folder=folder)
+    both = refused("parallel=ddp", "parallel.bucket_cap_mb=small", "parallel.static_graph=false", folder=folder)
+    assert both.startswith("parallel.bucket_cap_mb: small sets parallel.static_graph"), both
+
+
 # --- any callable is a component
 
 

@@ -153,13 +153,13 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
             problems.append(Problem(key, "unknown key", did_you_mean(key, known) or expected))
         else:
             problems += apply(config, override)
-    return config, known, problems + _name_values(config, known)
+    return config, known, problems + _name_values(config, known, given=[key_of(override) for override in values])
 
 
-def _name_values(config: DictConfig, known: list[str]) -> list[Problem]:
+def _name_values(config: DictConfig, known: list[str], *, given: list[str]) -> list[Problem]:
     """Replace each value that is the name of a file in `conf/SECTION.KEY/` by this file's keys of the section.
 
-    The file is for the target in its `_for_`. A key that has a value already keeps it where the file has null.
+    The file is for the target in its `_for_`. A key that the command line sets too keeps its value where the file has null.
     """
     problems = []
     for key in named_keys():
@@ -174,10 +174,10 @@ def _name_values(config: DictConfig, known: list[str]) -> list[Problem]:
         content = {other: value for other, value in option_node(key, name).items() if other != "_for_"}
         known += [f"{section}.{other}" for other in content]
         for other, value in content.items():
-            if other == "_target_" or node.get(other) is None:
-                OmegaConf.update(config, f"{section}.{other}", value, force_add=True)
-            elif value is not None and node[other] != value:
-                problems.append(Problem(key, f"{name}, which sets {section}.{other}, but this has a value", "one of them"))
+            if not any(is_below(one, [f"{section}.{other}"]) for one in given if one != key):
+                OmegaConf.update(config, f"{section}.{other}", value, merge=False, force_add=True)
+            elif value is not None:
+                problems.append(Problem(key, f"{name} sets {section}.{other}, and so does the command line", "one of them"))
     return problems
 
 
