@@ -124,7 +124,7 @@ def scaled(group, bucket, *, factor):
     dist.all_reduce(bucket.buffer().div_(group.size() * factor), group=group)
     return bucket.buffer().mul_(factor)
 """
-NAMED = "# the mean of the gradients, times a factor on the way\n_for_: framework.parallel.ddp.ddp\nhook:\n  _target_: hooks.scaled\n" \
+NAMED = "# the mean of the gradients, times a factor on the way\n_needs_: [replicate]\n_for_: framework.parallel.parallelize.parallelize\nhook:\n  _target_: hooks.scaled\n" \
         "  _partial_: true\n  factor: 2.0\n"  # fmt: skip
 
 
@@ -146,10 +146,10 @@ def test_a_name_is_refused_where_there_is_none_and_where_its_keys_have_values(fo
         **{
             "hooks.py": HOOK,
             "conf/parallel.hook/scaled": NAMED,
-            "conf/parallel.bucket_cap_mb/small": "_for_: framework.parallel.ddp.ddp\nstatic_graph: true\n",
+            "conf/parallel.bucket_cap_mb/small": "_for_: framework.parallel.parallelize.parallelize\nstatic_graph: true\n",
         },
     )
-    assert refused("parallel=zero", "parallel.hook=scaled", folder=folder).startswith("parallel.hook: unknown key")
+    assert refused("parallel=fsdp", "parallel.hook=scaled", folder=folder).startswith("parallel.hook: ")
     assert "auto, small" in refused("parallel=ddp", "parallel.bucket_cap_mb=smal", folder=folder)
     both = refused("parallel=ddp", "parallel.bucket_cap_mb=small", "parallel.static_graph=false", folder=folder)
     assert both.startswith("parallel.bucket_cap_mb: small sets parallel.static_graph"), both
@@ -352,10 +352,10 @@ def test_a_signature_says_what_is_taken() -> None:
 
 
 def test_unpacked_options_are_arguments_like_any_other() -> None:
-    found = signature_of("framework.parallel.zero.zero", group="parallel")
-    options = ["gradient_as_bucket_view", "static_graph", "find_unused_parameters", "bucket_cap_mb"]
-    assert list(found.arguments) == found.required == ["replicate", *options] and not found.takes_any
-    assert found.arguments["bucket_cap_mb"].annotation is int
+    found = signature_of("framework.parallel.parallelize.parallelize", group="parallel")
+    assert {"gradient_as_bucket_view", "reshard_after_forward", "schedule", "replicate"} <= found.arguments.keys()
+    assert not found.required and not found.takes_any
+    assert found.arguments["prefetch"].annotation == int | None
 
 
 def test_a_path_is_imported_as_far_as_it_is_a_module() -> None:

@@ -16,7 +16,7 @@ from extras.rpc.rpc import join_rpc, name_of
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.seam import EngineAround
 from framework.engine.sums import add
-from framework.parallel.ddp import sum_gradients
+from framework.parallel.replica import sum_gradients
 
 
 class BagOfTokens(nn.Module):

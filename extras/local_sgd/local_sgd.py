@@ -14,7 +14,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
-from framework.parallel.ddp import sum_gradients
+from framework.parallel.replica import sum_gradients
 
 
 def local_sgd(

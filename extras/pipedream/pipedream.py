@@ -18,7 +18,6 @@ from framework.engine.seam import Demands, Engine, MicroBatch, Step
 from framework.engine.sums import Sums, add, weight_of
 from framework.modules.tensors import Tree
 from framework.parallel import pipeline as flushed
-from framework.parallel.first_weights import fills
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.sent import SendDtype
@@ -30,7 +29,6 @@ DRAIN_EVERY = 50  # steps; the default
 _MOST_STEPS = 200  # the most steps in a planned order
 
 
-@fills
 def pipedream(
     model: nn.Module,
     *,
@@ -45,6 +43,11 @@ def pipedream(
     mesh, drain_every = world.mesh(pipeline=pipeline), drain_every or DRAIN_EVERY
     options: dict[str, Any] = {"send_dtype": send_dtype, "balance": balance}
     return PipeDream(model, world=world, forward=forward, mesh=mesh, drain_every=drain_every, **options)
+
+
+def fills(node: Any) -> bool:
+    """Return True: each rank holds a part of the model, which rank 0 sends."""
+    return True
 
 
 def exact_options(**options: object) -> None:

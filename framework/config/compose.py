@@ -171,7 +171,7 @@ def _name_values(config: DictConfig, known: list[str], *, given: list[str]) -> l
         if name not in value_names(key, node):
             continue
         del node[last]
-        content = {other: value for other, value in option_node(key, name).items() if other != "_for_"}
+        content = {other: value for other, value in option_node(key, name).items() if other not in ("_for_", "_needs_")}
         known += [f"{section}.{other}" for other in content]
         for other, value in content.items():
             if not any(is_below(one, [f"{section}.{other}"]) for one in given if one != key):

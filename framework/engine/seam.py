@@ -170,15 +170,6 @@ class Engine(ABC):
         """Do once, before the first step, the work that must not happen in the step. It must not change the model."""
         return
 
-    @property
-    def measured(self) -> dict[str, int]:
-        """The values measured at the start of the run that decide the last bits; every checkpoint holds them."""
-        return {}
-
-    def take_up(self, measured: Mapping[str, int]) -> None:
-        """Use these values of a checkpoint; called before `warm_up`."""
-        return
-
     @abstractmethod
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
@@ -233,13 +224,6 @@ class EngineAround(Engine):
 
     def warm_up(self, step: Step) -> None:
         self._engine.warm_up(step)
-
-    @property
-    def measured(self) -> dict[str, int]:
-        return self._engine.measured
-
-    def take_up(self, measured: Mapping[str, int]) -> None:
-        self._engine.take_up(measured)
 
     def sync_buffers(self) -> None:
         self._engine.sync_buffers()

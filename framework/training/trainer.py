@@ -282,7 +282,6 @@ class Trainer:
             "monitor": self.tracker.monitored(step=self.progress.step),
             "loss_scale": self.update.loss_scale.state_dict(),
             "facts": self.saver.facts,
-            "measured": self.engine.measured,
             "stopped": self.parts.loop.stopped,
             **self.recorder.state_dict(),
         }
@@ -296,4 +295,3 @@ class Trainer:
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.load_state_dict(state)
         self.saver.facts |= self.splits.loader("train").order.take_up(state["facts"])
-        self.engine.take_up(state.get("measured", {}))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from framework.parallel.attention.cut import Cut
 from torch import Tensor, nn
 
 from framework.engine import seam
@@ -12,7 +13,6 @@ from framework.engine.buffers import Buffers
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, EngineAround, MicroBatch, Step
-from framework.parallel.attention.cut import Cut
 from framework.parallel.context import ContextEngine
 from framework.runtime.exits import Unfit
 from framework.tasks.regression import Regression

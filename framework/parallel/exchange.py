@@ -1,6 +1,6 @@
 """Tokens go to the processes with their experts. Shapes: N tokens, D dim, K experts of a token, M received rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from framework.modules.tensors import local
-from framework.parallel.routing.part import run_part
 from framework.runtime.torch_internals import without_modes
 
 Counts = tuple[list[int], list[int]]  # the number of rows sent to each rank of the group, and received from each rank
@@ -43,6 +42,22 @@ def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Te
         return back[order.argsort()].unflatten(0, (-1, num_choices)).sum(dim=1)  # type: ignore[no-any-return]
 
     return run
+
+
+def run_part(module: nn.Module, stacked: Mapping[str, Tensor], *given: Tensor) -> Tensor:
+    """Call a module of experts with the parameters of only some of its experts; their indices count from 0.
+
+    A module must read the number of experts from its parameters, or from `num_experts`.
+    """
+    part = object.__new__(type(module))  # copy.copy would call the constructor of a sharded module's class
+    vars(part).update(vars(module))
+    state = vars(part)
+    state.pop("forward", None)  # remove the wrapper around the whole module
+    state["_parameters"] = {}
+    state.update(stacked)  # tensors that autograd follows, not parameters
+    if "num_experts" in state:
+        state["num_experts"] = next(iter(stacked.values())).shape[0]
+    return part.forward(*given)  # type: ignore[no-any-return]
 
 
 def _type_of_result(module: nn.Module, x_MD: Tensor, weights_M1: Tensor) -> torch.dtype:
