@@ -150,7 +150,7 @@ def test_a_name_is_refused_where_there_is_none_and_where_its_keys_have_values(fo
         },
     )
     assert refused("parallel=fsdp", "parallel.hook=scaled", folder=folder).startswith("parallel.hook: ")
-    assert "auto, small" in refused("parallel=ddp", "parallel.bucket_cap_mb=smal", folder=folder)
+    assert "an integer, small" in refused("parallel=ddp", "parallel.bucket_cap_mb=smal", folder=folder)
     both = refused("parallel=ddp", "parallel.bucket_cap_mb=small", "parallel.static_graph=false", folder=folder)
     assert both.startswith("parallel.bucket_cap_mb: small sets parallel.static_graph"), both
 
