@@ -136,6 +136,8 @@ def test_a_value_of_ones_own_has_a_name(folder: Path) -> None:
     assert plain.code == named.code == 0, named.output
     (theirs,) = (load_file(path) for path in files_below(folder / "plain", "model.safetensors"))
     assert all(torch.allclose(weight, theirs[name], atol=1e-6) for name, weight in named.weights.items())
+    hydras = typed("parallel=ddp", "parallel.hook=scaled", "--cfg", "all", directory=folder)
+    assert hydras.code == 0 and "hook: scaled" in hydras.output, hydras.output
     shown = typed("parallel=ddp", "--help", directory=folder).output
     assert "parallel.hook=scaled" in shown and "times a factor on the way" in shown
 

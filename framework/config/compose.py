@@ -276,7 +276,7 @@ def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
     choices, values, _ = sort_overrides(overrides)
     # flags first, because argparse accepts no flags between overrides; every value is forced (`++key=value`), because the
     # preflight checks the keys, not Hydra
-    forced = [f"++{override.input_line.lstrip('+')}" for override in values if override.input_line]
+    forced = [_forced(override.input_line.lstrip("+")) for override in values if override.input_line]
     sys.argv[1:] = [*(word for flag in flags.items() for word in flag if word), *choices, *forced]
     with redirect_stdout(io.StringIO()) as printed:  # Hydra prints a traceback if the reader closes the pipe
         try:
@@ -285,3 +285,10 @@ def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
             if end.code:
                 raise
     print(printed.getvalue(), end="")
+
+
+def _forced(override: str) -> str:
+    """Return an override that Hydra takes as a value, also where it would see a group: the folder of a key's named values."""
+    key, _, value = override.partition("=")
+    section, _, last = key.rpartition(".")
+    return f"++{section}={{{last}:{value}}}" if key in named_keys() else f"++{override}"
