@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import types
@@ -155,6 +156,42 @@ def test_a_name_is_refused_where_there_is_none_and_where_its_keys_have_values(fo
     assert "an integer, small" in refused("parallel=ddp", "parallel.bucket_cap_mb=smal", folder=folder)
     both = refused("parallel=ddp", "parallel.bucket_cap_mb=small", "parallel.static_graph=false", folder=folder)
     assert both.startswith("parallel.bucket_cap_mb: small sets parallel.static_graph"), both
+
+
+LAUNCHER = """
+import os
+
+
+class Here:
+    def started(self):
+        return "PLACE" in os.environ
+
+    def join(self):
+        if os.environ["PLACE"] == "nowhere":
+            return ["place: nowhere, where nobody meets"]
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["PLACE"]}
+        return []
+
+    def leave(self):
+        print("left together")
+"""
+
+
+def test_a_launcher_of_ones_own_joins_its_processes(folder: Path) -> None:
+    write(folder, **{"here.py": LAUNCHER, "conf/launchers/here": "_target_: here.Here\n"})
+
+    def at(place: str) -> Ended:
+        return typed("model=mynet", *QUICK, directory=folder, before=lambda: os.environ.update(PLACE=place))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    assert at("nowhere").code == 78 and "place: nowhere, where nobody meets" in at("nowhere").output
+    joined = at(port)
+    assert joined.code == 0 and joined.output.count("left together") == 1, joined.output
+    (folder / "here.py").unlink()
+    gone = typed("model=mynet", *QUICK, directory=folder)
+    assert gone.code == 78 and gone.output.startswith("launchers.here: "), gone.output
 
 
 # --- any callable is a component
