@@ -13,7 +13,14 @@ from framework.runtime.version import __version__
 
 project, author, release = "Steadfast", "the authors of Steadfast", __version__
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "*.md", "slurm/README.md", "examples/*/README.md", "benchmarks/RESULTS.md"]
+include_patterns = [
+    "docs/*.md",
+    "*.md",
+    "slurm/README.md",
+    "examples/*/README.md",
+    "extras/*/README.md",
+    "benchmarks/RESULTS.md",
+]
 exclude_patterns = ["examples/project"]  # what `steadfast init` writes
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 4

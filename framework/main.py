@@ -38,7 +38,10 @@ def main(arguments: list[str]) -> int:
     if arguments and (path := _COMMANDS.get(arguments[0])):
         code: int = locate(path)(arguments[1:])
         return code
-    is_launched = Environment.read().is_launched or SrunTask.read() is not None or other_launcher() is not None
+    try:
+        is_launched = Environment.read().is_launched or SrunTask.read() is not None or other_launcher() is not None
+    except ValueError as error:
+        return print_problems([Problem.of_line(str(error))])
     flags, overrides, problems = split_flags(arguments, is_launched=is_launched)
     if wrong := _choose_folders(flags):
         return print_problems(problems + wrong)

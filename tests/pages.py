@@ -9,7 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [*sorted(ROOT.glob("*.md")), ROOT / "slurm" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in [
+        *sorted(ROOT.glob("*.md")),
+        ROOT / "slurm" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted(ROOT.glob("extras/*/README.md")),
+    ]
 }
 _BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 
@@ -61,7 +66,7 @@ def _command(page: str, text: str, shown: tuple[str, ...] = ()) -> Command:
 
 def project(folder: Path, *, page: str | None = None) -> Path:
     """Make a copy of the project, with the files that the page shows (each names itself in its first line), and return it."""
-    for name in ("conf", "framework", "models", "slurm"):
+    for name in ("conf", "extras", "framework", "models", "slurm"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", folder)
     for name, text in files(page).items() if page else ():

@@ -53,9 +53,14 @@ def test_the_dockerfile_has_no_fault_that_its_linter_knows() -> None:
 
 def test_what_an_image_leaves_out_is_nothing_that_it_needs() -> None:
     left_out = (ROOT / ".dockerignore").read_text().split()
-    assert {"tests", "runs", ".git"} <= set(left_out) and not {"framework", "models", "conf", "train.py", "deploy"} & set(
-        left_out
-    )
+    assert {"tests", "runs", ".git"} <= set(left_out) and not {
+        "framework",
+        "models",
+        "extras",
+        "conf",
+        "train.py",
+        "deploy",
+    } & set(left_out)
 
 
 def test_a_signal_reaches_a_run_in_a_container(tmp_path: Path) -> None:
@@ -176,4 +181,4 @@ def test_every_file_that_an_image_copies_is_there() -> None:
     assert copied is not None
     pairs = [line.split() for line in copied[1].splitlines()]
     assert all((ROOT / source).exists() and target == f"/opt/steadfast/{source}" for source, target in pairs)
-    assert {"framework", "models", "conf", "examples", "pyproject.toml"} <= {source for source, _ in pairs}
+    assert {"framework", "models", "extras", "conf", "examples", "pyproject.toml"} <= {source for source, _ in pairs}

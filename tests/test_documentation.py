@@ -257,7 +257,7 @@ def test_what_a_page_points_to_is_there(page: str) -> None:
             target
         )
     shown = files(page)
-    for name in re.findall(r"`(?:python )?((?:benchmarks|docs|framework|models|tests)/[\w/.+-]+)`", PAGES[page]):
+    for name in re.findall(r"`(?:python )?((?:benchmarks|docs|extras|framework|models|tests)/[\w/.+-]+)`", PAGES[page]):
         assert (ROOT / name).exists() or name in shown, name
 
 
@@ -295,7 +295,7 @@ def texts(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if len(row) == 3], ids=lambda row: row[0])
 def test_a_message_of_the_page_is_one_of_the_program_and_has_been_seen(row: list[str]) -> None:
-    said, seen = texts(ROOT / "framework"), texts(ROOT / "tests")
+    said, seen = texts(ROOT / "framework") + texts(ROOT / "extras"), texts(ROOT / "tests") + texts(ROOT / "extras")
     pieces = fixed(row[0])
     assert pieces and all(row), row
     for piece in pieces:

@@ -15,6 +15,7 @@ HYDRA = {"train.py", *(f"framework/config/{part}.py" for part in ("compose", "ov
 
 FRAMEWORK = sorted((ROOT / "framework").rglob("*.py"))
 MODELS = sorted((ROOT / "models").rglob("*.py"))
+EXTRAS = sorted(path for path in (ROOT / "extras").rglob("*.py") if "tests" not in path.parts and path.name != "conftest.py")
 
 
 def imports(path: Path) -> set[str]:
@@ -57,6 +58,20 @@ def test_no_module_is_asked_for_parameters_by_a_method_that_its_class_may_replac
     assert not re.search(r"(?<!nn\.Module)\.parameters\(", path.read_text())
 
 
+def test_an_extra_imports_of_the_framework_what_the_page_about_your_own_code_names() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text()
+    rows = re.findall(r"^\| `(framework[\w.]*)` \| (.*?) \|", page, re.MULTILINE)
+    public = {(module, imported) for module, names in rows for imported in re.findall(r"`(\w+)`", names)}
+    used = {
+        (node.module, alias.name)
+        for path in EXTRAS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "framework"
+        for alias in node.names
+    }
+    assert used == public
+
+
 @pytest.mark.parametrize("path", MODELS, ids=name)
 def test_a_model_imports_torch_and_itself(path: Path) -> None:
     allowed = {"torch", "torchvision", "models", *STANDARD_LIBRARY}
@@ -66,7 +81,7 @@ def test_a_model_imports_torch_and_itself(path: Path) -> None:
 STANDARD_LIBRARY = {"math", "typing", "collections", "dataclasses", "functools", "itertools", "difflib", "re", "__future__"}
 
 
-@pytest.mark.parametrize("path", [*FRAMEWORK, *MODELS, ROOT / "train.py"], ids=name)
+@pytest.mark.parametrize("path", [*FRAMEWORK, *MODELS, *EXTRAS, ROOT / "train.py"], ids=name)
 def test_hydra_is_in_few_files(path: Path) -> None:
     uses = {imported for imported in imports(path) if imported.split(".")[0] in ("hydra", "omegaconf")}
     assert not uses or name(path) in HYDRA
@@ -82,6 +97,6 @@ def uses_environment(path: Path) -> set[str]:
     return {node.attr for node in attributes if isinstance(node, ast.Attribute)} & {"environ", "getenv", "putenv"}
 
 
-@pytest.mark.parametrize("path", [*FRAMEWORK, *MODELS, ROOT / "train.py"], ids=name)
+@pytest.mark.parametrize("path", [*FRAMEWORK, *MODELS, *EXTRAS, ROOT / "train.py"], ids=name)
 def test_a_file_opens_with_what_it_holds(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))

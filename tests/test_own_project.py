@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import types
@@ -114,6 +115,83 @@ def refused(*words: str, folder: Path) -> str:
     assert not files_below(folder / "runs", "*"), "it leaves no trace"
     assert "Traceback" not in ended.output
     return ended.output
+
+
+# --- a value with a name
+
+HOOK = """
+def scaled(group, bucket, *, factor):
+    import torch.distributed as dist
+    dist.all_reduce(bucket.buffer().div_(group.size() * factor), group=group)
+    return bucket.buffer().mul_(factor)
+"""
+NAMED = "# the mean of the gradients, times a factor on the way\n_needs_: [replicate]\n_for_: framework.parallel.parallelize.parallelize\nhook:\n  _target_: hooks.scaled\n" \
+        "  _partial_: true\n  factor: 2.0\n"  # fmt: skip
+
+
+def test_a_value_of_ones_own_has_a_name(folder: Path) -> None:
+    write(folder, **{"hooks.py": HOOK, "conf/parallel.hook/scaled": NAMED})
+    line = ["model=mynet", "parallel=ddp", "launch.nproc_per_node=2"]
+    plain = typed(*line, *QUICK, "name=plain", "run.root=plain", directory=folder)
+    named = typed(*line, *QUICK, "parallel.hook=scaled", directory=folder)
+    assert plain.code == named.code == 0, named.output
+    (theirs,) = (load_file(path) for path in files_below(folder / "plain", "model.safetensors"))
+    assert all(torch.allclose(weight, theirs[name], atol=1e-6) for name, weight in named.weights.items())
+    hydras = typed("parallel=ddp", "parallel.hook=scaled", "--cfg", "all", directory=folder)
+    assert hydras.code == 0 and "hook: scaled" in hydras.output, hydras.output
+    shown = typed("parallel=ddp", "--help", directory=folder).output
+    assert "parallel.hook=scaled" in shown and "times a factor on the way" in shown
+
+
+def test_a_name_is_refused_where_there_is_none_and_where_its_keys_have_values(folder: Path) -> None:
+    write(
+        folder,
+        **{
+            "hooks.py": HOOK,
+            "conf/parallel.hook/scaled": NAMED,
+            "conf/parallel.bucket_cap_mb/small": "_for_: framework.parallel.parallelize.parallelize\nstatic_graph: true\n",
+        },
+    )
+    assert refused("parallel=fsdp", "parallel.hook=scaled", folder=folder).startswith("parallel.hook: ")
+    assert "an integer, small" in refused("parallel=ddp", "parallel.bucket_cap_mb=smal", folder=folder)
+    both = refused("parallel=ddp", "parallel.bucket_cap_mb=small", "parallel.static_graph=false", folder=folder)
+    assert both.startswith("parallel.bucket_cap_mb: small sets parallel.static_graph"), both
+
+
+LAUNCHER = """
+import os
+
+
+class Here:
+    def started(self):
+        return "PLACE" in os.environ
+
+    def join(self):
+        if os.environ["PLACE"] == "nowhere":
+            return ["place: nowhere, where nobody meets"]
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["PLACE"]}
+        return []
+
+    def leave(self):
+        print("left together")
+"""
+
+
+def test_a_launcher_of_ones_own_joins_its_processes(folder: Path) -> None:
+    write(folder, **{"here.py": LAUNCHER, "conf/launchers/here": "_target_: here.Here\n"})
+
+    def at(place: str) -> Ended:
+        return typed("model=mynet", *QUICK, directory=folder, before=lambda: os.environ.update(PLACE=place))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    assert at("nowhere").code == 78 and "place: nowhere, where nobody meets" in at("nowhere").output
+    joined = at(port)
+    assert joined.code == 0 and joined.output.count("left together") == 1, joined.output
+    (folder / "here.py").unlink()
+    gone = typed("model=mynet", *QUICK, directory=folder)
+    assert gone.code == 78 and gone.output.startswith("launchers.here: "), gone.output
 
 
 # --- any callable is a component

@@ -25,7 +25,7 @@ from framework.parts.swa import SWA
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, slow_but
 from tests.test_any_training import one  # noqa: F401  # a fixture
 from tests.test_conformance import FOR_EXPERTS, MODELS, NOT_EQUAL, RUN, layouts, name
-from tests.test_resume import after_step, crash
+from tests.test_resume import after_step, crash, preempt
 
 STRATEGIES = [
     (strategy, *layouts(strategy)[0])
@@ -386,6 +386,29 @@ def test_what_breaks_the_promise_is_refused_before_the_start(part: str, tmp_path
 def test_a_wrong_part_is_refused(line: list[str], said: str, tmp_path: Path) -> None:
     refused = command(*RUN, *MODELS["gpt, tied"], *line, "rehearse=true", root=tmp_path / "runs")
     assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
+
+
+# --- steps after which the run cannot be saved
+
+PHASES = [*RUN, *MODELS["mlp"], *own("Phases"), "trainer.max_steps=15", "checkpoint.every=3", "checkpoint.keep_last=9"]
+
+
+def test_a_checkpoint_and_a_stop_wait_for_a_step_after_which_the_run_can_be_saved(tmp_path: Path) -> None:
+    whole = finished(*PHASES, root=tmp_path / "whole")
+    assert [step_of(path) for path in sorted((whole.directory / "checkpoints").iterdir())] == [4, 8, 12, 15]
+    stopped = command(*PHASES, root=tmp_path / "runs", before=after_step(5, preempt))
+    assert (stopped.code, stopped.summary["step"]) == (75, 8), stopped.output
+    assert_same_bits(finished(*PHASES, root=tmp_path / "runs"), whole)
+
+
+def test_an_early_end_waits_too(tmp_path: Path) -> None:
+    patience = [
+        "trainer.early_stopping.monitor=train/loss",
+        "trainer.early_stopping.patience=1",
+        "trainer.early_stopping.min_delta=9",
+    ]
+    ended = finished(*PHASES, *patience, root=tmp_path / "runs")
+    assert ended.summary["step"] == 4  # the patience ends in step 2
 
 
 # --- what only the run can show

@@ -153,13 +153,13 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
             problems.append(Problem(key, "unknown key", did_you_mean(key, known) or expected))
         else:
             problems += apply(config, override)
-    return config, known, problems + _name_values(config, known)
+    return config, known, problems + _name_values(config, known, given=[key_of(override) for override in values])
 
 
-def _name_values(config: DictConfig, known: list[str]) -> list[Problem]:
+def _name_values(config: DictConfig, known: list[str], *, given: list[str]) -> list[Problem]:
     """Replace each value that is the name of a file in `conf/SECTION.KEY/` by this file's keys of the section.
 
-    The file is for the target in its `_for_`. A key that has a value already keeps it where the file has null.
+    The file is for the target in its `_for_`. A key that the command line sets too keeps its value where the file has null.
     """
     problems = []
     for key in named_keys():
@@ -171,13 +171,13 @@ def _name_values(config: DictConfig, known: list[str]) -> list[Problem]:
         if name not in value_names(key, node):
             continue
         del node[last]
-        content = {other: value for other, value in option_node(key, name).items() if other != "_for_"}
+        content = {other: value for other, value in option_node(key, name).items() if other not in ("_for_", "_needs_")}
         known += [f"{section}.{other}" for other in content]
         for other, value in content.items():
-            if other == "_target_" or node.get(other) is None:
-                OmegaConf.update(config, f"{section}.{other}", value, force_add=True)
-            elif value is not None and node[other] != value:
-                problems.append(Problem(key, f"{name}, which sets {section}.{other}, but this has a value", "one of them"))
+            if not any(is_below(one, [f"{section}.{other}"]) for one in given if one != key):
+                OmegaConf.update(config, f"{section}.{other}", value, merge=False, force_add=True)
+            elif value is not None:
+                problems.append(Problem(key, f"{name} sets {section}.{other}, and so does the command line", "one of them"))
     return problems
 
 
@@ -276,7 +276,7 @@ def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
     choices, values, _ = sort_overrides(overrides)
     # flags first, because argparse accepts no flags between overrides; every value is forced (`++key=value`), because the
     # preflight checks the keys, not Hydra
-    forced = [f"++{override.input_line.lstrip('+')}" for override in values if override.input_line]
+    forced = [_forced(override.input_line.lstrip("+")) for override in values if override.input_line]
     sys.argv[1:] = [*(word for flag in flags.items() for word in flag if word), *choices, *forced]
     with redirect_stdout(io.StringIO()) as printed:  # Hydra prints a traceback if the reader closes the pipe
         try:
@@ -285,3 +285,10 @@ def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
             if end.code:
                 raise
     print(printed.getvalue(), end="")
+
+
+def _forced(override: str) -> str:
+    """Return an override that Hydra takes as a value, also where it would see a group: the folder of a key's named values."""
+    key, _, value = override.partition("=")
+    section, _, last = key.rpartition(".")
+    return f"++{section}={{{last}:{value}}}" if key in named_keys() else f"++{override}"

@@ -63,8 +63,10 @@ def options(group: str) -> list[str]:
 
 
 def value_names(key: str, node: Mapping[str, Any]) -> list[str]:
-    """Return the values of a key that have a file for the target of this node, by their names."""
-    return [name for name in options(key) if option_node(key, name).get("_for_") == node.get("_target_")]
+    """Return the names of a key's values that have a file for this node: for its target, with the keys that it needs."""
+    found = {name: option_node(key, name) for name in options(key)}
+    return [name for name, file in found.items()
+            if file.get("_for_") == node.get("_target_") and node.keys() >= {*file.get("_needs_", ())}]  # fmt: skip
 
 
 def is_group(name: str) -> bool:

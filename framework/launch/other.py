@@ -8,9 +8,18 @@ from framework.runtime.environment import Environment
 
 
 def other_launcher() -> Any | None:
-    """Return the launcher that has started this process as one of several. None for torchrun, and for a single process."""
+    """Return the launcher that has started this process as one of several. None for torchrun, and for a single process.
+
+    ValueError, with a line `KEY: WHAT`, if a launcher of the user cannot be imported.
+    """
     environment = Environment.read()
     if environment.is_launched and not environment.is_foreign:
         return None
-    launchers = (component(option_node("launchers", name))() for name in options("launchers"))
-    return next((launcher for launcher in launchers if launcher.started()), None)
+    for name in options("launchers"):
+        try:
+            launcher = component(option_node("launchers", name))()
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"launchers.{name}: {error} (docs/extend.md)") from error
+        if launcher.started():
+            return launcher
+    return None

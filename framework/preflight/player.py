@@ -161,6 +161,7 @@ class Player:
         progress = self.parts.loop.progress
         progress.step, progress.samples_seen = index + 1, (index + 1) * self._step.num_samples
         self.parts.step_taken()
+        self.parts.can_save(is_ending=False)
         with blamed("part", "its row fails", "see docs/parts.md"):
             combined(*self._columns("train", sums, num_samples=self._step.num_samples), *self.parts.columns())
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tests.launch.test_mpi import ALLOWED, MPIRUN, needs_mpi
 
+from extras.mpi.tests.test_mpi import ALLOWED, MPIRUN, needs_mpi
 from framework.distributed.groups import awaited
 from framework.runtime.exits import Interrupted
 from tests.harness import command
