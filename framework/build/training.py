@@ -224,7 +224,7 @@ class Builder:
         trained = trainable(engine.module, hidden=hidden)
         update = self.update(engine, trained, total_steps=plan.total_steps, epochs_before=order.epochs_before)
         update.require_steps(plan.total_steps)
-        facts = order.facts | store_facts(config.dataset) | {"optimizer": config.optimizer["_target_"]}
+        facts = {"num_samples": order.num_samples} | store_facts(config.dataset) | {"optimizer": config.optimizer["_target_"]}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
             world=world,

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from framework.checkpoint.chunks import chunks_of
+from framework.checkpoint.format import Inventory, inventory_of, read_regions
 from framework.checkpoint.held import Held
 from framework.checkpoint.kept import Kept, give_back
 from framework.checkpoint.manifest import read_manifest
-from framework.checkpoint.shard_file import Inventory, inventory_of, read_tensors
-from framework.checkpoint.state import STATE
-from framework.checkpoint.tensors import stored_chunks
 from framework.distributed.world import World
 from framework.modules.tensors import whole_like
 
@@ -57,7 +56,7 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _inventory(path: Path) -> Inventory:
     """Return a verified checkpoint's tensors."""
-    return inventory_of(stored_chunks(path, sorted(read_manifest(path).keys() - {STATE})))
+    return inventory_of(path, sorted(read_manifest(path)))
 
 
 def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
@@ -69,7 +68,7 @@ def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
     module, optimizer = held.module, held.optimizer
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-    world.agreement.together(lambda: read_tensors(path, inventory, targets), what=f"{path} could not be read")
+    world.agreement.together(lambda: read_regions(path, inventory, chunks_of(targets)), what=f"{path} could not be read")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     # a parameter of a rank that updates nothing (optim.stand_in) has no name
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
@@ -151,7 +150,7 @@ def load_evaluated(path: Path, *, module: nn.Module) -> None:
     targets = model_tensors(module)
     if fault := _fault(weights, targets, everywhere=set(targets), is_fit=_casts):
         raise ValueError(fault)
-    read_tensors(path, inventory, {averages.get(name, name): value for name, value in targets.items()})
+    read_regions(path, inventory, chunks_of({averages.get(name, name): value for name, value in targets.items()}))
 
 
 def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -19,6 +19,10 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def ends(self) -> list[int]:
+        return [offset + size for offset, size in zip(self.offsets, self.sizes)]
+
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "Chunk":
         """Return the place of this rank's part of a tensor (plain or DTensor)."""

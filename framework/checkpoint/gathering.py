@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from framework.checkpoint.shard_file import Kinds
+from framework.checkpoint.format import Kinds
 from framework.distributed.world import World
 from framework.modules.tensors import whole
 

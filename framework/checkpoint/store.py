@@ -10,9 +10,7 @@ from torch import Tensor
 
 from framework.checkpoint import manifest
 from framework.checkpoint.chunks import WritePlan, chunks_of
-from framework.checkpoint.shard_file import write_shard
-from framework.checkpoint.state import STATE
-from framework.checkpoint.tensors import check_tensors
+from framework.checkpoint.format import check_inventory, inventory_of, write_shard
 from framework.distributed.world import World
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
 from framework.runtime.files import flush_directory, make_directory
@@ -170,7 +168,7 @@ class CheckpointStore:
 
         def describe() -> None:
             files.update(manifest.read_manifest(path))
-            check_tensors(path, sorted(files.keys() - {STATE}))
+            check_inventory(inventory_of(path, sorted(files)))
             state.update(manifest.read_state(path))
             if (step := state["progress"]["step"]) != manifest.step_of(path):
                 raise Invalid(f"its state is of step {step}")

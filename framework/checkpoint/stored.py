@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.checkpoint.tensors import Entry, read_header
+from framework.checkpoint.format import Entry, read_header
 from framework.config.init_from import InitFile, files_of, index_of
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import shown

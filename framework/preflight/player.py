@@ -15,9 +15,9 @@ from torch import Tensor
 from framework.build.schedules import schedules
 from framework.build.training import Builder
 from framework.checkpoint.canonical import load_states, state_tensors
+from framework.checkpoint.format import dtype_name
 from framework.checkpoint.held import Held
 from framework.checkpoint.kept import Kept, Unkept, give_back, kept_here
-from framework.checkpoint.shard_file import dtype_name
 from framework.config.code import own_modules
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean

@@ -293,5 +293,4 @@ class Trainer:
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.load_state_dict(state)
-        self.saver.facts |= self.splits.loader("train").order.take_up(state["facts"])
         self.engine.take_up(state.get("measured", {}))

@@ -1,32 +1,32 @@
-"""The files of a checkpoint: what they cost, who writes what, and that torch's reader and earlier formats understand each other."""
+"""The files of a checkpoint: what they cost, who writes what, and that torch's reader and writer understand them."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 
-from framework.checkpoint import hashed
-from framework.checkpoint.chunks import Chunk, WritePlan, deal
-from framework.checkpoint.hashed import digest
+from framework.checkpoint import format
+from framework.checkpoint.canonical import restore, state_tensors
+from framework.checkpoint.chunks import Chunk, WritePlan, chunks_of, deal
+from framework.checkpoint.format import digest, inventory_of, read_regions, write_shard
+from framework.checkpoint.held import Held as TrainingState
 from framework.checkpoint.saver import Saver
-from framework.checkpoint.shard_file import inventory_of, read_tensors, write_shard
+from framework.checkpoint.state import Kept as PlainState
 from framework.checkpoint.store import CheckpointStore
-from framework.checkpoint.tensors import stored_chunks
 from framework.distributed.world import World
 from framework.loggers.sink import RunInfo
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
 from framework.training.recorder import Recorder
-from tests.checkpoint.sealing import make_format_1
-from tests.harness import Ended, assert_same_bits, finished
-from tests.test_resume import RUN, STRATEGIES, after_step, command, preempt
+from tests.harness import finished
+from tests.test_resume import RUN, STRATEGIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 TENSORS = {
@@ -62,8 +62,8 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
     entry = write_shard(tmp_path / "shard-00001.safetensors", chunked(TENSORS))
     assert entry == digest(tmp_path / "shard-00001.safetensors"), "the checksum taken on the way is the file's"
-    found, targets = inventory_of(stored_chunks(tmp_path, ["shard-00001.safetensors"])), empty_like(TENSORS)
-    read_tensors(tmp_path, found, targets)
+    found, targets = inventory_of(tmp_path, ["shard-00001.safetensors"]), empty_like(TENSORS)
+    read_regions(tmp_path, found, chunks_of(targets))
     assert_equal(targets, TENSORS)
 
 
@@ -78,7 +78,7 @@ def test_torch_reads_what_we_write_and_we_read_what_torch_writes(tmp_path: Path)
     save(dict(tensors), storage_writer=writer, no_dist=True)
     (name,) = (path.name for path in (tmp_path / "theirs").glob("*.safetensors"))
     targets = empty_like(tensors)
-    read_tensors(tmp_path / "theirs", inventory_of(stored_chunks(tmp_path / "theirs", [name])), targets)
+    read_regions(tmp_path / "theirs", inventory_of(tmp_path / "theirs", [name]), chunks_of(targets))
     assert_equal(targets, tensors)
 
 
@@ -90,9 +90,9 @@ def test_a_part_is_read_from_the_parts_that_it_overlaps(cut: list[tuple[int, int
             part = whole[begin:end, 3 * half : 3 * half + 3]
             chunk = Chunk("model/x", (begin, 3 * half), tuple(part.shape))
             write_shard(tmp_path / f"shard-{number}{half}.safetensors", {chunk: part})
-    found = inventory_of(stored_chunks(tmp_path, sorted(path.name for path in tmp_path.iterdir())))
+    found = inventory_of(tmp_path, sorted(path.name for path in tmp_path.iterdir()))
     target = torch.zeros(7, 6, dtype=torch.float64)
-    read_tensors(tmp_path, found, {"model/x": target})
+    read_regions(tmp_path, found, chunks_of({"model/x": target}))
     assert torch.equal(target, whole.double())
 
 
@@ -177,7 +177,7 @@ def test_a_save_copies_no_tensor_and_holds_the_interpreter_for_a_block_at_most(
         written.append(len(block))
         return os.write(descriptor, block)
 
-    monkeypatch.setattr(hashed, "os", SimpleNamespace(**vars(os) | {"write": write}))
+    monkeypatch.setattr(format, "os", SimpleNamespace(**vars(os) | {"write": write}))
     write_shard(tmp_path / "shard-00001.safetensors", {Chunk("model/x", (0,), (large.numel(),)): large})
     assert sorted(written)[-3:] == [8 << 20] * 3
 
@@ -186,9 +186,9 @@ def test_a_save_takes_no_memory_beside_the_state(tmp_path: Path) -> None:
     program = f"""
 import resource, sys, torch
 from pathlib import Path
+from framework.checkpoint.canonical import restore, state_tensors
 from framework.checkpoint.chunks import Chunk
-from framework.checkpoint.hashed import digest
-from framework.checkpoint.shard_file import write_shard
+from framework.checkpoint.format import digest, write_shard
 def write(name, size):
     write_shard(Path({str(tmp_path)!r}, name), {{Chunk("model/x", (0,), (size,)): torch.ones(size)}})
     digest(Path({str(tmp_path)!r}, name))
@@ -203,17 +203,35 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert told.returncode == 0 and int(told.stdout) < 40_000, (told.stdout, told.stderr)  # KiB, of a state of 200 MB
 
 
-# --- earlier checkpoints
+# --- what a load costs: counted
 
 
-@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp 2", marks=pytest.mark.slow)])
-def test_a_run_goes_on_from_a_checkpoint_of_format_1(strategy: str, tmp_path: Path) -> None:
-    line = [*RUN, *STRATEGIES[strategy]]
-    whole = finished(*line, root=tmp_path / "whole")
-    stopped = command(*line, root=tmp_path / "runs", before=after_step(9, preempt))
-    assert stopped.code == 75, stopped.output
-    for checkpoint in stopped.directory.glob("checkpoints/step_*"):
-        make_format_1(checkpoint)
-    again: Ended = finished(*line, root=tmp_path / "runs")
-    assert "continuing from" in again.output
-    assert_same_bits(again, whole)
+def lines_of_restore(num_parameters: int, *, world: World, folder: Path) -> int:
+    """Return how many lines of the framework a restore of a model with this many parameters and its optimizer runs."""
+    module = nn.ParameterDict({f"p{number}": torch.ones(2) for number in range(num_parameters)})
+    optimizer = torch.optim.AdamW(module.parameters())
+    sum(parameter.sum() for parameter in module.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    state = TrainingState(module, optimizer, None)
+    store = CheckpointStore(folder, world=world, keep_last=1, keep_best=0, mode="min")
+    store.save(1, state_tensors(state), {"monitor": None})
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if f"{os.sep}framework{os.sep}" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        restore(folder / "step_00000001", PlainState(), state, world=world)
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_the_work_of_a_restore_grows_in_proportion_to_the_number_of_parameters(world: World, tmp_path: Path) -> None:
+    few = lines_of_restore(500, world=world, folder=tmp_path / "few")
+    many = lines_of_restore(2000, world=world, folder=tmp_path / "many")
+    assert 3.5 < many / few < 4.5, (few, many)
