@@ -109,7 +109,6 @@ class LoopParts:
     def evaluating(self, split: str) -> None:
         """Prepare for the measurement of a split."""
         self.loop.split = split
-        self._guard.evaluating()
 
     def evaluated(self, split: str, row: Mapping[str, Any]) -> None:
         """Call the parts after a split has been measured; the evaluated weights are still in place."""
@@ -117,11 +116,10 @@ class LoopParts:
             with in_eval_mode(self.loop.module):
                 self._each("evaluated", split, row)
             self.agree_on_end()
-        self._guard.evaluated(split)
 
     def saving(self) -> None:
         self._each("saving")
-        self._guard.saving(self._declared)
+        self._guard.saving()
 
     def ended(self) -> None:
         self._each("ended")
@@ -159,13 +157,6 @@ class LoopParts:
                     elif part == name:
                         state[entry] = tensor
                 self.by_name[name].load_state_dict(state)
-
-    def _declared(self) -> dict[str, list[Any]]:
-        extra = self.loop.module.state_dict(keep_vars=True).values()
-        found = {"model": [value for value in extra if not isinstance(value, Tensor)]}
-        for path, value in self._leaves():
-            found.setdefault(f"part.{path.partition('/')[0]}", []).append(value)
-        return found
 
     def _leaves(self) -> Iterator[tuple[str, Any]]:
         for name, state_dict in self._having("state_dict"):
