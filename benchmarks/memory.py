@@ -182,12 +182,12 @@ def print_large() -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from framework.modules.first_weights import build_empty
+    from framework.parallel.first_weights import build
     from models.gpt import GPT
 
     before, start = own_memory(), time.perf_counter()
     torch.manual_seed(0)
-    model = build_empty(lambda: GPT(vocab_size=128256, seq_len=8192, dim=8192, num_layers=80, num_heads=64), seed=0)
+    model = build(lambda: GPT(vocab_size=128256, seq_len=8192, dim=8192, num_layers=80, num_heads=64), on_meta=True)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count / 1e9:.1f} billion parameters: {time.perf_counter() - start:.1f} s, {(own_memory() - before) / 1e6:.0f} MB")
 

@@ -21,7 +21,6 @@ from framework.data.to_device import ToDevice
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.modes import bench
-from framework.modules.first_weights import build_drawn
 from framework.modules.float8 import float8_fault
 from framework.modules.recomputation import offload_activations, recompute_activations
 from framework.runtime.environment import Environment
@@ -202,20 +201,10 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
     return [str(found.device), counted[2:], norm if rank == 0 else None]
 
 
-class OwnDraws(torch.nn.Module):
-    """Makes its weights on a device, and draws them itself."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.drawn = torch.nn.Parameter(torch.randn(3, device=device))
-        self.filled = torch.nn.Parameter(torch.empty(3, device=device).normal_())
-
-
 def answers(lines: list[list[str]], device: str) -> dict[str, list[bool]]:
     """Return which answers the questions about devices have had in whole runs, with spawned workers in the readers, and copies."""
     batches(augment=True, num_workers=1, device=device, is_plain=False)
     float8_fault([torch.device(device)])
-    build_drawn(lambda: OwnDraws(device), seed=0)
     if device != "cpu":
         copies()
     for line in lines:

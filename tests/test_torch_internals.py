@@ -295,7 +295,7 @@ def test_modes_see_what_hooks_do_in_a_backward_pass() -> None:
 
 # --- and nowhere else
 
-OURS = ("torch_internals.py", "torch_compiler.py", "torch_memory.py", "torch_backward.py", "torch_stages.py")
+OURS = ("torch_internals.py", "torch_compiler.py", "torch_backward.py", "torch_stages.py")
 
 
 def uses_of_privates(path: Path) -> list[str]:

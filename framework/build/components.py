@@ -104,21 +104,20 @@ def derived(task: "Task") -> Callable[[dict[str, float]], dict[str, float]]:
     return getattr(task, "derived", lambda means: {})
 
 
-def model(node: Node, *, seed: int, draws: int = 2, is_filled: bool = True) -> "nn.Module":
-    """Build the model, with weights drawn from the run's seed: the same on every rank, with every strategy.
+def model(node: Node, *, seed: int, on_meta: bool = False) -> "nn.Module":
+    """Build the model, with the weights that torch.manual_seed(seed) and the constructor give in any script.
 
-    `draws` is the format of the draws (`run.draws`). In format 2, a model that is not filled has no numbers before `fill`.
+    With `on_meta`, its parameters have no numbers (framework.parallel.first_weights.py).
     """
     import torch
 
-    from framework.modules.first_weights import build_drawn, build_empty
     from framework.modules.parts import give_parts
-    from framework.randomness import key, seed_generators
+    from framework.parallel.first_weights import build
+    from framework.randomness import seed_generators
 
-    torch.manual_seed(key(seed, "weights"))  # on every device
-    seed_generators(key(seed, "weights"))
-    make = component({name: value for name, value in node.items() if name not in (*INIT, "parts")})
-    built = make() if draws == 1 else (build_drawn if is_filled else build_empty)(make, seed=seed)
+    torch.manual_seed(seed)  # on every device
+    seed_generators(seed)
+    built = build(component({name: value for name, value in node.items() if name not in (*INIT, "parts")}), on_meta=on_meta)
     if isinstance(built, torch.nn.Module) and node.get("parts"):
         give_parts(built, node["parts"])
     return built
@@ -132,7 +131,7 @@ def shapes_of(node: Node, *, seed: int) -> "nn.Module":
         with torch.device("meta"):
             return model(node, seed=seed)
     except Exception:  # whatever is wrong, a constructor on the CPU gives a better message
-        return model(node, seed=seed, is_filled=False)
+        return model(node, seed=seed, on_meta=True)
 
 
 def optimizer_builder(node: Node) -> "BuildOptimizer":

@@ -33,19 +33,12 @@ from framework.modules.parts import chain_of, repeated
 from framework.modules.summary import summary
 from framework.modules.tensors import Tree
 from framework.modules.trace import give_example
+from framework.optim import update as updates
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
 from framework.optim.turns import turns_of
-from framework.optim.update import (
-    Average,
-    AveragedWeights,
-    ChangeGradients,
-    ClipValues,
-    Noise,
-    OwnAverage,
-    Update,
-    averages_itself,
-)
+from framework.optim.update import Average, AveragedWeights, Update
+from framework.parallel.first_weights import put_aside
 from framework.parallel.sync_batchnorm import synchronise
 from framework.randomness import key, seeded
 from framework.runs.directory import RunDirectory
@@ -111,11 +104,15 @@ class Builder:
         """The functions that take the outputs in evaluations; the loop's parts are added for each engine."""
         return [self.metrics.observe] if self.config.metric else []
 
-    def model(self, *, is_filled: bool = True) -> nn.Module:
-        """Return the model with weights drawn from the seed, in the precision's dtype; unfilled if its strategy fills it."""
-        config, is_filled = self.config, is_filled or not hasattr(locate(self.config.parallel["_target_"]), "fills")
-        model = components.model(config.model, seed=config.seed, draws=config.run.draws, is_filled=is_filled)
+    def model(self, *, on_meta: bool = False) -> nn.Module:
+        """Return the model with its first weights, in the precision's dtype; with `on_meta`, without numbers."""
+        model = components.model(self.config.model, seed=self.config.seed, on_meta=on_meta)
         return torch_internals.cast(model, self.precision.parameters)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the strategy lets rank 0 alone build the model's numbers, and sends each rank its part."""
+        return hasattr(locate(self.config.parallel["_target_"]), "fills")
 
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
         """Return a table of the model's modules (framework/modules/summary.py); `example` is for data without known shapes."""
@@ -133,6 +130,8 @@ class Builder:
             module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=self.directory.compiled
         )
         forward.key_draws(chain_of(module) or repeated(module))
+        if self.is_sent:
+            put_aside(module)
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
         if config.trainer.sync_batchnorm and built.dp_size > 1:
@@ -210,7 +209,7 @@ class Builder:
         config, world, store, saving = self.config, self.world, self.store(), self.config.checkpoint
         sinks = components.sinks(config.logger) if world.rank == 0 else {}
         recorder = Recorder(self.directory, world=world, sinks=sinks)
-        module = self.model(is_filled=False)
+        module = self.model(on_meta=self.is_sent and world.rank > 0)
         module.train()  # once, as in any loop: a library may return it in eval mode, and an author may override train()
         structure.freeze_parameters(module, config.trainer.freeze)
         if config.model.get("init_from") and store.is_empty:
@@ -263,18 +262,20 @@ class Builder:
     ) -> Update:
         config = self.config
         optimizer = engine.make_optimizer(components.optimizer_builder(config.optimizer), trained)
-        settings, changes = config.trainer, list[ChangeGradients]()  # in this order
+        settings, changes = config.trainer, list[updates.ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
-            changes.append(ClipValues(trained, max_value=settings.clip_grad_value))
+            changes.append(updates.ClipValues(trained, max_value=settings.clip_grad_value))
         if settings.grad_noise.eta is not None:
-            changes.append(Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma))
+            changes.append(
+                updates.Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma)
+            )
         found = schedules(
             config.scheduler, optimizer, of=config.optimizer, total_steps=total_steps, epochs_before=epochs_before
         )
         average: Average | None = None
         shares = [part.average_share for part in self.answering.values() if hasattr(part, "average_share")]
-        if averages_itself(optimizer):
-            average = OwnAverage(optimizer, trained)
+        if updates.averages_itself(optimizer):
+            average = updates.OwnAverage(optimizer, trained)
         elif shares:
             average = AveragedWeights(trained, share=partial(shares[0], total_steps=total_steps))
         elif settings.ema_decay is not None:

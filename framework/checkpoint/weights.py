@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,7 +15,6 @@ from framework.checkpoint.kept import set_extra_state
 from framework.checkpoint.stored import NUM_LISTED, Stored, listed, stored_tensors, tensors_of
 from framework.config.init_from import InitFile
 from framework.distributed.world import World
-from framework.modules.first_weights import Place, first_weights
 from framework.runtime.exits import NoValidCheckpoint
 from framework.runtime.files import checksum
 from framework.runtime.log import LOGGER
@@ -97,33 +94,21 @@ def load_file(path: Path, module: nn.Module) -> Fit:
 def load_tensors(tensors: Mapping[str, Stored], module: nn.Module) -> Fit:
     """Copy the fitting tensors of files into the model, in the model's dtypes. Return the fit.
 
-    The model must be on the CPU, before any strategy changes it. Only the fitting tensors of a file are read. A parameter
-    without numbers (framework/modules/first_weights.py) reads this rank's part later, when the parameter is cut.
+    The model must be on the CPU, before any strategy changes it. Only the fitting tensors of a file are read, and none into a
+    parameter without numbers, because another rank sends these.
     """
-    fit, state, waiting = Fit.of(tensors, module), module.state_dict(), first_weights(module)
+    fit, state = Fit.of(tensors, module), module.state_dict()
     for path in dict.fromkeys(stored.path for stored in tensors.values()):
         here = {name: stored for name, stored in tensors.items() if stored.path == path}
         file = safe_open(path, framework="pt")  # it closes when nothing reads from it any more
         for name in filter(here.__contains__, fit.fitting):
-            read = partial(_read, file, here[name])
-            if state[name].is_meta:
-                assert waiting is not None
-                waiting.give(name, read)
-            else:
-                state[name].copy_(read(()))
+            if not state[name].is_meta:
+                whole = file.get_tensor(here[name].name)
+                state[name].copy_(whole.t() if here[name].is_transposed else whole)
         is_named_alike = all(stored.name == name for name, stored in here.items())
         if not fit.faults and is_named_alike and EXTRA_STATE in (metadata := file.metadata() or {}):
             set_extra_state(module, parse_json(metadata[EXTRA_STATE]))
     return fit
-
-
-def _read(file: Any, stored: Stored, place: Place) -> Tensor:
-    """Return a part of a tensor as the model gets it. An empty place means the whole tensor."""
-    if not place:
-        whole: Tensor = file.get_tensor(stored.name)
-        return whole.t() if stored.is_transposed else whole
-    part = file.get_slice(stored.name)
-    return part[place[::-1]].t() if stored.is_transposed else part[place]  # type: ignore[no-any-return]
 
 
 def warm_start(module: nn.Module, entries: Sequence[InitFile], *, digests: Mapping[str, str], world: World) -> None:

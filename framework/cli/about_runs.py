@@ -113,7 +113,7 @@ def _settings(path: Path, *, is_execution: bool) -> list[tuple[str, str]]:
         defaults = settings_of(compose_line([]).config if checked is None else checked.plain())
     except ValueError as error:
         return [("?", str(error))]
-    hidden = ("run.id", "run.dir", "run.root", "run.draws")
+    hidden = ("run.id", "run.dir", "run.root")
     keys = [key for key, value in own.items() if value != defaults.get(key, "null") and key not in hidden]
     return [(key, own[key]) for key in keys if is_below(key, execution_of(own)) == is_execution]
 

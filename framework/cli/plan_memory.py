@@ -108,7 +108,7 @@ def _kept(build: Builder, rank: int) -> Found:
     """Build a rank, take a step of zeros, and return its bytes by kind. Do not compile, because that writes into a folder."""
     trainer = build.config.trainer.model_copy(update={"compile": False})
     build = build.altered(world=planned_world(build, rank=rank), trainer=trainer)
-    module = build.model(is_filled=False)
+    module = build.model(on_meta=build.is_sent and rank > 0)
     module.train()
     freeze_parameters(module, build.config.trainer.freeze)
     hidden = hidden_matrices(module)

@@ -3,16 +3,16 @@
 from functools import partial
 from pathlib import Path
 
-from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
+from framework.checkpoint.manifest import candidates, step_of
 from framework.cli.check_run import show_model
 from framework.cli.overview import over_root
 from framework.config.code import begin_program
 from framework.config.compose import Composed, compose_line
 from framework.config.draft import Draft
-from framework.config.frozen_file import frozen_draws, recall
+from framework.config.frozen_file import recall
 from framework.config.identity import is_below
 from framework.config.modes import MODES, Command, Mode, folder_of
-from framework.config.schema import RunConfig, RunSection, completed
+from framework.config.schema import RunConfig, completed
 from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.catch_up import catch_up
@@ -126,7 +126,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
             if is_finished(config.run):
                 accept_code(config.run, config.targets())
                 return catch_up(config.run, config.logger, name=config.name, config=config.plain())
-            if problems := draft.change("run", with_fetched_resume) + draft.change("run", _with_own_draws):
+            if problems := draft.change("run", with_fetched_resume):
                 return print_problems(problems)
             config = draft.config or config
         from framework.preflight.child import problems_in_child
@@ -146,14 +146,6 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
                 show_model(build)
     draft.check(job_problems)
     return print_problems(draft.problems) if draft.problems or config is None else config
-
-
-def _with_own_draws(run: RunSection) -> tuple[RunSection, list[Problem]]:
-    """Keep the `draws` of an existing run, or of the run with the state from which this run starts."""
-    found = frozen_draws(Path(run.dir)) if run.resume != "never" else None
-    if found is None and run.resume not in ("auto", "never", "must"):
-        found = frozen_draws(checkpoints_of(Path(run.resume)).parent)
-    return (run if found is None else run.model_copy(update={"draws": found})), []
 
 
 def checked_line(overrides: list[str], *, world_size: int | None = None) -> Draft:

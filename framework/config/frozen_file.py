@@ -68,12 +68,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def frozen_draws(directory: Path) -> int | None:
-    """Return how the run in this directory draws its first weights (`run.draws`), or None if no configuration is frozen."""
-    run = _frozen_run(directory)
-    return run.get("draws", 1) if run else None
-
-
 def frozen_run_id(directory: Path) -> str | None:
     """Return the id of the run in this directory, or None if no configuration is frozen."""
     return _frozen_run(directory).get("id")

@@ -112,7 +112,6 @@ class RunSection(Section):
     id: str
     dir: str
     code: Literal["same", "accept"] = "same"
-    draws: Literal[1, 2]
     checkpoint: int | str
     group: str | None
 
@@ -264,8 +263,7 @@ def completed(values: dict[str, Any], defaults: dict[str, Any], *, section: type
     kinds = {name: section_of(field.annotation) for name, field in section.model_fields.items() if name in values}
     inner = {name: completed(values[name], defaults[name], section=kind) for name, kind in kinds.items()
              if kind is not None and isinstance(values[name], dict) and isinstance(defaults.get(name), dict)}  # fmt: skip
-    earlier = {"draws": 1} if section is RunSection else {}  # the behaviour of a run from before the key existed
-    return defaults | earlier | values | inner
+    return defaults | values | inner
 
 
 def keys_of(section: type[Section], prefix: str = "") -> list[str]:

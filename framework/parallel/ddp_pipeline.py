@@ -5,7 +5,7 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.first_weights import fills
+from framework.parallel.first_weights import fills
 from framework.parallel.pipeline import exact_options, problems
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.schedules import ScheduleName

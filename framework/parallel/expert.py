@@ -9,10 +9,10 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.first_weights import fill, fills
 from framework.modules.parts import choices_of, experts_of
 from framework.modules.trace import traced
 from framework.parallel.ddp import sum_gradients
+from framework.parallel.first_weights import fill, fills
 from framework.parallel.routing.exchange import by_owner
 from framework.parallel.routing.part import fault_of
 from framework.runtime.torch_compiler import import_dynamo

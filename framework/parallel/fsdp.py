@@ -15,10 +15,10 @@ from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, EngineAround, Step
 from framework.engine.sums import Sums
-from framework.modules.first_weights import fill, fills
 from framework.modules.parts import blocks_of, description, separate
 from framework.modules.tensors import map_tensors
 from framework.parallel.dealing import dealing
+from framework.parallel.first_weights import fill, fills
 from framework.parallel.gathered_types import Types
 from framework.parallel.trail import Trail
 from framework.runtime.exits import Unfit

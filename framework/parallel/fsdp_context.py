@@ -8,10 +8,10 @@ from typing_extensions import Unpack
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
-from framework.modules.first_weights import fills
 from framework.parallel import context as contexts
 from framework.parallel import fsdp
 from framework.parallel.attention.fit import Attention
+from framework.parallel.first_weights import fills
 
 exact_options, REMEDIES = fsdp.exact_options, fsdp.REMEDIES  # the model is sharded as in `fsdp`
 

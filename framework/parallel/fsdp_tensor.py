@@ -10,9 +10,9 @@ from typing_extensions import Unpack
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.first_weights import fills
 from framework.parallel import fsdp
 from framework.parallel import tensor as tensors
+from framework.parallel.first_weights import fills
 from framework.parallel.vocabulary import stays_cut
 from framework.runtime.torch_internals import REDISTRIBUTION_LOG
 

@@ -6,7 +6,7 @@ from typing_extensions import Unpack
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.first_weights import fills
+from framework.parallel.first_weights import fills
 from framework.parallel.fsdp import REMEDIES, Offloading, exact_options, problems, sharded, typed
 
 __all__ = ["REMEDIES", "exact_options", "hsdp", "problems"]  # the model is sharded as in `fsdp`

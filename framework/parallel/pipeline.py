@@ -9,9 +9,9 @@ from torch import nn
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
-from framework.modules.first_weights import fills
 from framework.modules.parts import chain_of
 from framework.modules.trace import traced
+from framework.parallel.first_weights import fills
 from framework.parallel.pipelining.chain import stray_parameters, weighty
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut

@@ -11,11 +11,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
-from framework.modules.first_weights import fills
 from framework.modules.parts import chain_of, separate
 from framework.parallel import fsdp
 from framework.parallel import pipeline as pipelines
 from framework.parallel import tensor as tensors
+from framework.parallel.first_weights import fills
 from framework.parallel.fsdp_tensor import ignore_known
 from framework.parallel.gathered_types import Types
 from framework.parallel.pipelining.chain import Stage

@@ -15,10 +15,10 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine
-from framework.modules.first_weights import fill, fills
 from framework.modules.parts import own_answer
 from framework.modules.structure import has_dropout
 from framework.modules.trace import traced
+from framework.parallel.first_weights import fill, fills
 from framework.parallel.sequence import applies, sequence_problems, with_sequence
 from framework.parallel.vocabulary import Vocabulary, row_problem, rows_of, stays_cut
 from framework.runtime.log import LOGGER

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from framework.modules.first_weights import fill
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.modules.trace import copied_with, on_meta
+from framework.parallel.first_weights import fill
 
 
 def stray_parameters(model: nn.Module, links: Sequence[nn.Module]) -> list[str]:

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from framework.modules.first_weights import fill, named_tensors
 from framework.modules.parts import blocks_of, chain_of
 from framework.modules.tensors import Tree, call, map_tensors, tensors_in
 from framework.modules.trace import Trace, copied_with, follow, on_meta, traced
+from framework.parallel.first_weights import fill, named_tensors
 from framework.parallel.pipelining.chain import Listed, Stage, costs_of, cut
 from framework.runtime.torch_internals import copy_all
 
