@@ -139,11 +139,6 @@ def unpacked_object(packed: Tensor) -> Any:
     return distributed_c10d._tensor_to_object(packed, packed.numel(), None)  # type: ignore[no-untyped-call]
 
 
-def num_operations(group: dist.ProcessGroup) -> int:
-    """Return how many operations this rank has started on a gloo group."""
-    return group._get_sequence_number_for_group()  # type: ignore[attr-defined, no-any-return]
-
-
 # torch 2.13 has renamed these functions
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

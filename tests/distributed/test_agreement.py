@@ -10,7 +10,7 @@ import torch
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
-from framework.runtime.torch_internals import num_operations
+from tests.harness import num_operations
 from tests.ranks import on_ranks
 
 

@@ -135,9 +135,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wire]:
                     patched.setattr(module, name, getattr(wire, name))
             patched.setattr(dist, "new_group", lambda *ranks, **options: new_group(*ranks, **options | {"backend": "fake"}))
             patched.setattr(worlds, "require_one_kind", lambda *_, **__: None)
-            patched.setattr(worlds, "num_operations", lambda group: 0)
             patched.setattr(worlds, "attempt_store", lambda *_, **__: fake_pg.FakeStore())
-            patched.setattr(World, "_collectives", lambda self: (0, 0))
             # what rank 0 is said to share with all others would be written by them, and they are not there
             patched.setattr(chunks, "deal", lambda tables: [set(tables[0]), *(set() for _ in tables[1:])])
             join = Groups.join
