@@ -331,16 +331,6 @@ def test_a_start_does_not_import_what_only_other_commands_need() -> None:
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
 
 
-def test_a_run_imports_torchs_compiler_only_where_something_is_compiled(tmp_path: Path) -> None:
-    """As long as torch itself: every optimizer imports it, and autograd a part of it, SymPy."""
-    told = "print(sorted({'torch._dynamo.config', 'sympy', 'torch._inductor'} & sys.modules.keys()))"
-    program = f"import sys; from framework.main import main; code = main(sys.argv[1:]); {told}; sys.exit(code)"
-    plain = python(
-        "-c", program, "model=mlp", "trainer.max_epochs=null", "trainer.max_steps=2", "logger=[]", directory=tmp_path
-    )
-    assert (plain.returncode, plain.stdout.splitlines()[-1]) == (0, "[]"), plain.stdout + plain.stderr
-
-
 SHELLS = "one of " + ", ".join(
     f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
 )

@@ -4,8 +4,6 @@ import ast
 import importlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -95,43 +93,6 @@ def test_a_mode_does_not_see_what_is_done_without_modes() -> None:
 def test_a_view_is_told_from_a_tensor() -> None:
     tensor = torch.zeros(4)
     assert ours.is_view(tensor[:2]) and not ours.is_view(tensor)
-
-
-POSTPONED = """
-import inspect
-import sys
-import torch
-from framework.runtime import torch_compiler
-
-@torch.compiler.disable
-def left_out(x):
-    return x + 1
-
-def step(model, optimizer):
-    optimizer.zero_grad()
-    left_out(model(torch.ones(2, 3))).sum().backward()
-    optimizer.step()
-
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.AdamW(model.parameters())
-step(model, optimizer)
-inspect.getmodule(inspect.currentframe())  # which asks all modules
-import torch.distributed.tensor
-assert "torch._dynamo.config" not in sys.modules
-torch.manual_seed(0)
-x = torch.randn(4, 3)
-assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
-assert "torch._dynamo.config" in sys.modules and torch._dynamo is sys.modules["torch._dynamo"]
-explained = torch._dynamo.explain(lambda x: left_out(x * 2) * 2)(x)
-assert explained.graph_break_count == 1, explained
-torch.compile(step, backend="eager")(model, optimizer)
-"""
-
-
-@pytest.mark.slow
-def test_the_compiler_that_is_imported_later_is_the_compiler() -> None:
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", POSTPONED], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_compiler_is_found_and_its_caches_are_in_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

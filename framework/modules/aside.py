@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from framework.modules.tensors import local
-from framework.runtime.torch_compiler import OF_OPTIMIZERS
 
 _MOST = 20_000  # the largest number of objects to look at
 _LONG = 1000  # the items of a longer list or dictionary are not looked at one by one
@@ -43,8 +42,11 @@ def kept_aside(root: object, *, own: Iterable[str] = ()) -> Memory:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             walk.attributes(tensor, name, left_out=set())
             walk.hooks(tensor, name)
+    elif isinstance(root, torch.optim.Optimizer):
+        of_every_one = set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))])))
+        walk.attributes(root, "", left_out=of_every_one)
     else:
-        walk.attributes(root, "", left_out=OF_OPTIMIZERS if isinstance(root, torch.optim.Optimizer) else set())
+        walk.attributes(root, "", left_out=set())
     return walk.found
 
 

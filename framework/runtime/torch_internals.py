@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import signal_handling
 
-from framework.runtime import torch_compiler  # noqa: F401  # wherever torch's names are used, its compiler is imported late
-
 # --- modules
 
 DROPOUTS = nn.modules.dropout._DropoutNd
