@@ -80,7 +80,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _is_pickled(path: Path) -> bool:
-    """Return whether a plain file has the format of torch.save: an archive, or (before torch 1.6) a pickle."""
+    """Return whether a file has the format of torch.save: an archive, or (before torch 1.6) a pickle."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:

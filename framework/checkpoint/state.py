@@ -76,7 +76,7 @@ class SavedGroup(Plain):
     values: dict[str, Any]  # values that the optimizer has changed
 
 
-class Kept(Plain):
+class PlainState(Plain):
     """A run's state besides tensors, by the names of parameters and modules: so it fits any strategy."""
 
     numbers: dict[str, dict[str, Any]] = {}  # from the optimizer's state, by parameter
@@ -102,16 +102,16 @@ class SavedState(Plain):
     patience: SavedPatience
     loss_scale: SavedLossScale
     facts: dict[Word, Word | int | float | bool | None]
-    kept: Kept
+    kept: PlainState
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers
     rows: SavedRows | None = None
     measured: dict[Word, Annotated[int, Field(ge=1, lt=2**31)]] = {}  # measured at the run's start; the run continues with it
     stopped: Word = ""  # the reason why a part has ended the run
 
 
-def kept_of(state: dict[str, Any]) -> Kept:
+def stored_plain_state(state: dict[str, Any]) -> PlainState:
     """Return the plain values in a checkpoint's state."""
-    return Kept.model_validate(state["kept"])
+    return PlainState.model_validate(state["kept"])
 
 
 def checked_state(state: Any) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class CheckpointStore:
     def _prune(self, committed: Path) -> None:
         """Delete the checkpoints that are neither among the last nor among the best. Call this after a commit.
 
-        Thus a valid checkpoint always remains. A checkpoint of a later step is invalid: the run has passed over it.
+        Thus a valid checkpoint always remains. A checkpoint of a later step is invalid: the run has skipped it.
         """
         found = manifest.candidates(self.directory)  # the newest first
         valid = found[found.index(committed) :]
@@ -133,8 +133,8 @@ class CheckpointStore:
             if reason is None:
                 reason = unfit(path, state)
             if reason is None:
-                for passed_over in reasons if self.world.rank == 0 else []:
-                    LOGGER.warning("checkpoint passed over: %s", passed_over)
+                for reason in reasons if self.world.rank == 0 else []:
+                    LOGGER.warning("skipped checkpoint: %s", reason)
                 return path, state
             is_damaged |= not state
             reasons.append(f"{path}: {reason}")

@@ -139,9 +139,9 @@ class Tables(Shards):
     def count(self, path: str) -> int:
         import datasets  # type: ignore[import-untyped]  # unannotated
 
-        kind = KINDS.get(Path(path).suffix.lower())
+        kind = FORMATS.get(Path(path).suffix.lower())
         if kind is None:
-            raise ValueError(f"{path} is not a table ({', '.join(KINDS)})")
+            raise ValueError(f"{path} is not a table ({', '.join(FORMATS)})")
         datasets.disable_progress_bars()
         try:
             self._tables[path] = datasets.load_dataset(
@@ -156,7 +156,7 @@ class Tables(Shards):
         return record
 
 
-KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 def value_of(ending: str, content: bytes) -> Any:

@@ -147,10 +147,7 @@ def _watched(
 
 
 def prepare(*targets: str) -> None:
-    """Prepare this process to fork workers: import what they need, and silence messages that the framework reports itself.
-
-    `targets` are dotted paths of what the workers will import.
-    """
+    """Prepare this process to fork workers: import what they need, such as `targets`, and silence what is reported later."""
     import_dynamo()
     for target in targets:
         locate(target)

@@ -15,9 +15,9 @@ from framework.build.training import Builder
 from framework.checkpoint.canonical import misfit, restore
 from framework.checkpoint.format import write_safetensors
 from framework.checkpoint.gathering import OnRank0, gathered, state_of
-from framework.checkpoint.kept import extra_state
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
-from framework.checkpoint.state import kept_of
+from framework.checkpoint.plain_state import extra_state
+from framework.checkpoint.state import stored_plain_state
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
 from framework.config.code import loaded_unseen
@@ -107,7 +107,7 @@ def _continue(trainer: Trainer, build: Builder) -> None:
         return
     _require_known_code(build)
     path, state = found
-    restore(path, kept_of(state), trainer.held, world=world)
+    restore(path, stored_plain_state(state), trainer.held, world=world)
     trainer.load_state_dict(state)
     if path.parent != directory.checkpoints:
         if trainer.is_over:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from framework.checkpoint.kept import Unkept, decoded, encoded
+from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
 from framework.engine.seam import Step
 from framework.engine.sums import Sums
 from framework.modules.structure import in_eval_mode
@@ -136,7 +136,7 @@ class LoopParts:
         for path, value in self._leaves():
             try:
                 kept |= {path: encoded(value)} if not isinstance(value, Tensor) else {}
-            except Unkept as error:
+            except NotSerializable as error:
                 key = path.replace("/", ".")
                 raise Unfit(
                     f"part.{key}: is {error}, which no checkpoint can hold (numbers, text, tensors, in lists or dictionaries)"

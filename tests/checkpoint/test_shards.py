@@ -4,21 +4,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 
 from framework.checkpoint import format
-from framework.checkpoint.canonical import restore, state_tensors
 from framework.checkpoint.chunks import Chunk, WritePlan, chunks_of, deal
 from framework.checkpoint.format import digest, inventory_of, read_regions, write_shard
-from framework.checkpoint.held import Held as TrainingState
 from framework.checkpoint.saver import Saver
-from framework.checkpoint.state import Kept as PlainState
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
 from framework.loggers.sink import RunInfo
@@ -186,7 +183,6 @@ def test_a_save_takes_no_memory_beside_the_state(tmp_path: Path) -> None:
     program = f"""
 import resource, sys, torch
 from pathlib import Path
-from framework.checkpoint.canonical import restore, state_tensors
 from framework.checkpoint.chunks import Chunk
 from framework.checkpoint.format import digest, write_shard
 def write(name, size):
@@ -201,37 +197,3 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0 and int(told.stdout) < 40_000, (told.stdout, told.stderr)  # KiB, of a state of 200 MB
-
-
-# --- what a load costs: counted
-
-
-def lines_of_restore(num_parameters: int, *, world: World, folder: Path) -> int:
-    """Return how many lines of the framework a restore of a model with this many parameters and its optimizer runs."""
-    module = nn.ParameterDict({f"p{number}": torch.ones(2) for number in range(num_parameters)})
-    optimizer = torch.optim.AdamW(module.parameters())
-    sum(parameter.sum() for parameter in module.parameters()).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    state = TrainingState(module, optimizer, None)
-    store = CheckpointStore(folder, world=world, keep_last=1, keep_best=0, mode="min")
-    store.save(1, state_tensors(state), {"monitor": None})
-    lines = 0
-
-    def count(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return count if f"{os.sep}framework{os.sep}" in frame.f_code.co_filename else None
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        restore(folder / "step_00000001", PlainState(), state, world=world)
-    finally:
-        sys.settrace(before)
-    return lines
-
-
-def test_the_work_of_a_restore_grows_in_proportion_to_the_number_of_parameters(world: World, tmp_path: Path) -> None:
-    few = lines_of_restore(500, world=world, folder=tmp_path / "few")
-    many = lines_of_restore(2000, world=world, folder=tmp_path / "many")
-    assert 3.5 < many / few < 4.5, (few, many)
