@@ -24,7 +24,7 @@ import torch
 from torch.distributed import TCPStore
 
 from framework.config.compose import compose_line
-from framework.data import fashion_mnist
+from framework.data.published import DEBIAN
 from framework.distributed.mpi import start as mpi
 from tests.harness import Ended, files_below, slow_but, typed, wait_for
 from tests.launch.test_mpi import ALLOWED
@@ -149,7 +149,7 @@ def prepared(command: Command, folder: Path) -> Path:
     """Return a copy of the project with what the command needs: data, and the runs that it names. Skip where it cannot be had."""
     if command.line.startswith("mpirun") and mpi.missing("mpi"):
         pytest.skip(f"no MPI here: {mpi.INSTALL}")
-    if "fashion_mnist" in command.line and not fashion_mnist.DEBIAN.is_dir():
+    if "fashion_mnist" in command.line and not DEBIAN.is_dir():
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
     folder = project(folder)
     for name, recipe in RECIPES.items():
