@@ -33,7 +33,7 @@ def count_bytes(folder: str) -> None:
     """Make rank 0 record the bytes that its gradients' collectives send, by counting before each call."""
     import torch.distributed as dist
 
-    from framework.parallel import compression
+    from extras.compression import hooks
     from framework.training.trainer import Trainer
 
     sent = {"bytes": 0, "plain": 0}
@@ -50,7 +50,7 @@ def count_bytes(folder: str) -> None:
         setattr(module, name, call)
 
     counted(dist, "all_reduce", 0)
-    counted(compression, "all_gather_single", 1)
+    counted(hooks, "all_gather_single", 1)
     original = Trainer.fit
 
     def fit(trainer: Trainer) -> bool:

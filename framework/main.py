@@ -16,6 +16,7 @@ from framework.config.help import help_text, version_text
 from framework.config.overrides import parse
 from framework.config.targets import locate
 from framework.launch.claim import print_problems
+from framework.launch.other import other_launcher
 from framework.runtime.environment import Environment, SrunTask, variables
 from framework.runtime.exits import Exit
 from framework.runtime.log import speak
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> int:
     if arguments and (path := _COMMANDS.get(arguments[0])):
         code: int = locate(path)(arguments[1:])
         return code
-    is_launched = Environment.read().is_launched or SrunTask.read() is not None
+    is_launched = Environment.read().is_launched or SrunTask.read() is not None or other_launcher() is not None
     flags, overrides, problems = split_flags(arguments, is_launched=is_launched)
     if wrong := _choose_folders(flags):
         return print_problems(problems + wrong)

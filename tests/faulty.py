@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from framework.data.synthetic import Synthetic
 from framework.modules.tensors import local
 from framework.tasks.classification import Classification
+from models.moe import Experts
 
 
 class Net(nn.Module):
@@ -1177,3 +1178,37 @@ class Drifting(torch.optim.SGD):
                 mine = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
                 self.state[parameter].setdefault("norms", []).append(float(mine.norm()))
         return super().step(closure)
+
+
+class OddExperts(Experts):
+    """Experts that do not lie apart: they draw, or look at all choices of a token, or count on having all experts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(dim=12, num_experts=4)
+        nn.init.normal_(self.up_XHD, std=0.1)
+        nn.init.normal_(self.down_XDH, std=0.1)
+        self.kind = kind
+
+    def forward(self, x_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        if self.kind == "dropout":
+            x_ND = F.dropout(x_ND, 0.5, training=self.training)
+        if self.kind == "coupled":
+            weights_NK = weights_NK.softmax(dim=-1)
+        if self.kind == "counted":
+            assert len(self.up_XHD) == 4, "all of them"
+        return super().forward(x_ND, index_NK, weights_NK)
+
+
+class Mixed(Net):
+    """Sends each sample to two of four experts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.chosen = OddExperts(kind)
+
+    def experts(self) -> list[nn.Module]:
+        return [self.chosen]
+
+    def middle(self, x: Tensor) -> Tensor:
+        weights, index = x[:, :4].softmax(-1).topk(2)
+        return x + self.chosen(x, index, weights)

@@ -315,7 +315,7 @@ class Letters:
         return "".join(chr(ord("a") + int(token)) for token in tokens)
 
 
-# --- hooks of DDP's, for tests/parallel/test_compression.py
+# --- hooks of DDP's, for extras/compression/tests/test_compression.py
 
 
 def half_mean(group: Any, bucket: Any, *, factor: float) -> Any:

@@ -171,7 +171,7 @@ FAULTS = {
     "compression": (
         "Consistency",
         ["parallel=ddp", "parallel.compression=fp16", "launch.nproc_per_node=2"],
-        "parallel.compression: fp16",
+        "parallel.hook: extras.compression.hooks.half",
     ),
 }
 

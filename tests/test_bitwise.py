@@ -89,7 +89,7 @@ def test_without_it_the_bits_depend_on_the_number_of_processes(one: Callable[[st
         (["micro_batch_size=null"], "micro_batch_size: null ... invariance=bitwise"),
         (["parallel=fsdp"], "invariance: bitwise ... parallel=single"),
         (["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm: true ... invariance=bitwise"),
-        (["parallel=ddp", "parallel.compression=int8"], "parallel.compression: int8"),
+        (["parallel=ddp", "parallel.compression=int8"], "parallel.hook: extras.compression.hooks.Int8"),
     ],
 )  # fmt: skip
 def test_what_cannot_promise_it_is_refused(line: list[str], problem: str, tmp_path: Path) -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from framework.config.folders import CONF, options
-from framework.distributed.mesh import MESH_AXES
+from framework.config.folders import CONF, option_node, options
 from tests.harness import Ended, Says, assert_close, command, finished, slow_but
 
 # Epochs of 4 steps of 14 samples and a short one of 10: micro-batches of 4, 4, 4 and 2, or of 4, 4 and 2, so that no
@@ -72,10 +70,13 @@ OPTIMIZERS = {
 }
 
 
+AXES = ("replicate", "shard", "tensor", "pipeline", "context", "expert")  # what cuts most comes last
+
+
 def layouts(strategy: str) -> list[tuple[int, list[str]]]:
     """Return the numbers of ranks on which a strategy is tested, with its mesh: from the axes that its YAML names."""
-    node = yaml.safe_load((CONF / "parallel" / f"{strategy}.yaml").read_text())
-    axes = [name for name in MESH_AXES if name in node]
+    node = option_node("parallel", strategy)
+    axes = [name for name in AXES if name in node]
     if not axes:
         return [(1, [])]
     inner = [f"parallel.{name}=1" for name in axes[1:-1]]
@@ -94,10 +95,15 @@ CASES = [
     if strategy not in ("single", *NOT_EQUAL)
     for layout in layouts(strategy)
 ]
+# combinations of degrees that have no name
+COMBINED = [("pipeline", 4, ["parallel.pipeline=2", "parallel.context=2"]), ("tensor", 4, ["parallel.tensor=2", "parallel.context=2"]),
+            ("ddp", 4, ["parallel.replicate=2", "parallel.tensor=2"]), ("hsdp", 8, ["parallel.replicate=2", "parallel.tensor=2"]),
+            ("fsdp", 4, ["parallel.shard=2", "parallel.expert=2"]), ("hsdp", 8, ["parallel.replicate=2", "parallel.expert=2"]),
+            ("hsdp", 8, ["parallel.replicate=2", "parallel.context=2"]), ("ddp+pp", 8, ["parallel.pipeline=2", "parallel.tensor=2"]),
+            ("zero", 4, ["parallel.replicate=2", "parallel.context=2"])]  # fmt: skip
 VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.static_graph=true"]),
           ("ddp", 2, ["parallel.gradient_as_bucket_view=false", "parallel.bucket_cap_mb=1"]),
           ("ddp", 2, ["parallel.find_unused_parameters=true"]),
-          ("ddp", 2, ["parallel.bucket_cap_mb=auto"]),
           ("fsdp", 2, ["trainer.activation_checkpointing=true", "parallel.reshard_after_forward=false"]),
           ("fsdp", 2, ["parallel.cpu_offload=true"]),
           ("context", 2, ["parallel.attention=ring"]),
@@ -183,13 +189,13 @@ def test_what_a_strategy_cannot_do_is_refused_before_the_start(
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["tensor", *CONTEXTS, "fsdp+tp"])
+@pytest.mark.parametrize("strategy", slow_but(["tensor", "context"], ["tensor", *CONTEXTS, "fsdp+tp"]))
 def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tmp_path: Path) -> None:
     mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, 2))
     line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
-    refused = command(*line, root=tmp_path / "runs")
+    refused = command(*line, "rehearse=true", root=tmp_path / "runs")
     assert refused.code == 78
-    assert refused.output.startswith("parallel: the model has dropout, and its draws")
+    assert refused.output == Says("... parallel: 2 processes compute different results with this model than one process ...")
 
 
 @pytest.fixture(scope="session")
@@ -218,6 +224,7 @@ CROSSED = [(*case, model) for case in CASES for model in MODELS
            and (model != RESNET18 or case[0] in ("ddp", "fsdp", "pipeline"))]  # fmt: skip
 CROSSED += [(*variant, model) for variant in VARIANTS for model in ("cnn with BatchNorm", "gpt, tied")
             if model == "gpt, tied" or not ("parallel.tensor=2" in variant[2] or "context" in variant[0])]  # fmt: skip
+CROSSED += [(*layout, "experts" if any("expert" in option for option in layout[2]) else "gpt, tied") for layout in COMBINED]
 
 
 # the whole, and the variants of a strategy, are for `-m slow`

@@ -397,7 +397,6 @@ TOGETHER = [["parallel=ddp", "parallel.bucket_cap_mb=auto"], ["parallel=fsdp", "
             ["parallel=pipeline", "parallel.balance=time"]]  # fmt: skip
 # What such runs cannot answer in one way or the other, and why
 ONE_ANSWER = {
-    "framework/distributed/mpi/group.py: ": "MPI takes tensors of the CPU alone, and says so: tests/launch/test_mpi.py",
     "framework/data/loader.py: self.device.type == 'cpu'": "neither CUDA nor the CPU: tests/emulated_devices.py",
     "framework/randomness.py: device.type == 'cuda'": "on the CPU there are no states of devices, of which to ask",
 }

@@ -270,7 +270,7 @@ def test_so_does_context_parallelism_whose_inputs_are_always_finite(tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (["parallel=ddp", "parallel.compression=top_k", "checkpoint.every=null"], "trainer.divergence.action: rollback ... parallel.compression=top_k"),
+        (["parallel=ddp", "parallel.compression=top_k", "checkpoint.every=null"], "trainer.divergence.action: rollback ... parallel.hook (extras.compression.hooks.TopK)"),
         (["trainer.divergence.back=3"], "trainer.divergence.back: 3 ... checkpoint.keep_last=2 ... 2"),
         (["trainer.divergence.limit=0"], "trainer.divergence.limit: 0 is out of range (at least 1)"),
         (["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_node=2", "trainer.ema_decay=null"], "trainer.divergence.action: rollback, but under "),

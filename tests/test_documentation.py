@@ -23,11 +23,11 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from extras.mpi import mpi
+from extras.mpi.tests.test_mpi import ALLOWED
 from framework.config.compose import compose_line
 from framework.data.published import DEBIAN
-from framework.distributed.mpi import start as mpi
 from tests.harness import Ended, files_below, slow_but, typed, wait_for
-from tests.launch.test_mpi import ALLOWED
 from tests.launch.test_slurm import MISSING, ask, cluster  # noqa: F401  # a fixture
 from tests.pages import PAGES, ROOT, Command, blocks, commands, files, project, with_ids
 from tests.test_extend import PAGE as EXTEND
@@ -147,7 +147,7 @@ def test_nothing_is_wrong_with_a_command_that_takes_long(command: Command, tmp_p
 
 def prepared(command: Command, folder: Path) -> Path:
     """Return a copy of the project with what the command needs: data, and the runs that it names. Skip where it cannot be had."""
-    if command.line.startswith("mpirun") and mpi.missing("mpi"):
+    if command.line.startswith("mpirun") and mpi.is_missing():
         pytest.skip(f"no MPI here: {mpi.INSTALL}")
     if "fashion_mnist" in command.line and not DEBIAN.is_dir():
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
@@ -322,7 +322,7 @@ def test_others_say_what_the_page_has_them_say(message: str, tmp_path: Path) -> 
         assert message.encode() in (Path(torch.__file__).parent / "lib" / "libtorch_python.so").read_bytes()
         return
     line = OTHERS[message]
-    if "mpirun" in line and mpi.missing("mpi") or "root" in message and os.geteuid() != 0:
+    if "mpirun" in line and mpi.is_missing() or "root" in message and os.geteuid() != 0:
         pytest.skip("no MPI here, or not root")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         ended = in_bash(line.format(port=taken.getsockname()[1]), project(tmp_path / "project"))

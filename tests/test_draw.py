@@ -102,16 +102,13 @@ def test_the_mesh_is_the_one_that_the_ranks_of_a_run_have(tmp_path: Path) -> Non
 # --- pipeline
 
 
-@pytest.mark.parametrize(("schedule", "share"), [("gpipe", 3 / 11), ("1f1b", 3 / 11), ("zbv", 3 / 51), ("pipedream", 0.0)])
+@pytest.mark.parametrize(("schedule", "share"), [("gpipe", 3 / 11), ("1f1b", 3 / 11), ("zbv", 3 / 51)])
 def test_the_pipeline_has_the_micro_batches_of_the_run_s_step(schedule: str, share: float) -> None:
     line = [*GPT, "parallel=pipeline", f"parallel.schedule={schedule}", "launch.nproc_per_node=4", "global_batch_size=32",
-            "micro_batch_size=4", "trainer.eval_every=50", "checkpoint.every=50"]  # fmt: skip
+            "micro_batch_size=4"]  # fmt: skip
     plan = planned_pipeline(build(*line))
     assert (plan.num_micro_batches, [*plan.placed]) == (8, [0, 1, 2, 3])
-    if schedule == "pipedream":
-        assert 0 < plan.waiting < 3 / (8 * 50)  # it fills and drains once in 50 steps
-    else:
-        assert plan.waiting == pytest.approx(share)
+    assert plan.waiting == pytest.approx(share)
     assert f"{100 * plan.waiting:.1f} %" in plan.lines()[-1]
     bars = sum(action.start < 80 for row in plan.placed.values() for action in row)
     assert len(plan.drawn().axes[0].patches) == bars

@@ -19,7 +19,7 @@ class Own:
 
 
 OWN = {"_target_": "tests.test_identity.Own"}
-FSDP, TOKENS = "framework.parallel.fsdp.fsdp", "framework.data.tokens.Tokens"
+FSDP, TOKENS = "framework.parallel.parallelize.parallelize", "framework.data.tokens.Tokens"
 
 
 def node(**values: Any) -> dict[str, Any]:

@@ -313,10 +313,10 @@ def test_a_signature_says_what_is_taken() -> None:
 
 
 def test_unpacked_options_are_arguments_like_any_other() -> None:
-    found = signature_of("framework.parallel.zero.zero", group="parallel")
-    options = ["gradient_as_bucket_view", "static_graph", "find_unused_parameters", "bucket_cap_mb"]
-    assert list(found.arguments) == found.required == ["replicate", *options] and not found.takes_any
-    assert found.arguments["bucket_cap_mb"].annotation is int
+    found = signature_of("framework.parallel.parallelize.parallelize", group="parallel")
+    assert {"gradient_as_bucket_view", "reshard_after_forward", "schedule", "replicate"} <= found.arguments.keys()
+    assert not found.required and not found.takes_any
+    assert found.arguments["prefetch"].annotation == int | None
 
 
 def test_a_path_is_imported_as_far_as_it_is_a_module() -> None:

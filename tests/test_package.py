@@ -61,8 +61,11 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
         "project/mynet.py",
         "data/digits.csv.gz",
         "runs/page/7_page.js",
+        "../extras/local_sgd/diloco.py",
+        "../extras/mpi/conf/launchers/mpirun.yaml",
     ):
         assert (package / name).is_file(), name
+    assert not list((package.parent / "extras").rglob("tests")) and not (package.parent / "extras" / "conftest.py").exists()
     (metadata,) = environment.glob("lib/python*/site-packages/steadfast-*/METADATA")
     told = Parser().parsestr(metadata.read_text())
     extras = {
@@ -81,6 +84,16 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
     }
     assert set(told.get_all("Provides-Extra") or ()) == extras
     assert any(re.match(r"torch\b.*2\.10.*2\.14|torch\b.*2\.14.*2\.10", one) for one in told.get_all("Requires-Dist") or ())
+
+
+def test_the_extras_are_found_in_an_installation(environment: Path, tmp_path: Path) -> None:
+    line = ["parallel=local-sgd", "launch.nproc_per_node=2", "model=mlp", "trainer.max_steps=8", "trainer.eval_every=null"]
+    output = run(["steadfast", *line, "checkpoint.every=null"], tmp_path, venv=environment)
+    assert "finished: model.safetensors" in output and str(ROOT) not in output
+    shown = run(["steadfast", "parallel=pipeline", "parallel.schedule=pipedream", "--cfg", "job"], tmp_path, venv=environment)
+    assert "extras.pipedream.pipedream.pipedream" in shown
+    names = run(["steadfast", "--help"], tmp_path, venv=environment)
+    assert all(re.search(rf"^ +{name}\b", names, re.MULTILINE) for name in ("diloco", "gossip", "parameter-server", "mpi"))
 
 
 @pytest.mark.slow

@@ -134,6 +134,9 @@ FOUND = {
     "a parameter in another precision, fsdp": (users("Points", "+model.scale=float64", "parallel=fsdp", TWO), "parallel: a step in fp32 on 2 processes fails: AssertionError: FSDP expects uniform original parameter dtype ..."),
     "its own sum over processes": ([*model("SumsItself"), "parallel=ddp", TWO, "micro_batch_size=4"], "model: 2 processes compute different results ... its own code asks torch.distributed: all_reduce at ... faulty.py: ..."),
     "draws that no layer shows, cut": ([*model("DroppingWhereCut"), "micro_batch_size=4", "parallel=tensor", TWO], "parallel: 2 processes compute different results ... first in the output of ..."),
+    "experts that draw": ([*model("Mixed"), "+model.kind=dropout", "micro_batch_size=4", "parallel=expert", TWO], "parallel: 2 processes compute different results ... first in the output of chosen ..."),
+    "experts that look at all choices": ([*model("Mixed"), "+model.kind=coupled", "parallel=expert", TWO], "parallel: 2 processes compute different results ... first in the output of chosen ..."),
+    "experts that count on all": ([*model("Mixed"), "+model.kind=counted", "parallel=expert", TWO], "parallel: a step on 2 processes fails with this model: AssertionError: all of them ..."),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
     "blocks that are not called by forward, fsdp": ([*model("NotByForward"), "model.parts.blocks=blocks", "parallel=fsdp", TWO], "parallel: a step on 2 processes fails with this model: RuntimeError: ... DTensor ... (model.parts.blocks=[], because its code uses the weights of a block ..."),
 }  # fmt: skip
@@ -174,6 +177,7 @@ def test_what_breaks_the_promise_is_found(what: str) -> None:
 
 
 RIGHT = {
+    "experts that lie apart": [*model("Mixed"), "+model.kind=apart", "parallel=expert", TWO],
     "a constructor that draws from numpy": [*model("NumpyWeights"), "parallel=fsdp", TWO],
     "a hook of training": model("Pulled"),
     "a flag of the mode": [*model("Observing"), "parallel=ddp", TWO],

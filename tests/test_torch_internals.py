@@ -4,8 +4,6 @@ import ast
 import importlib
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
 from framework.runtime import torch_compiler
 from framework.runtime import torch_internals as ours
-from framework.runtime.torch_backward import run_backward
-from framework.runtime.torch_stages import around_last_backward
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -139,11 +134,6 @@ def test_ddp_leaves_buffers_and_gradients_alone_when_asked(alone: dist.ProcessGr
     assert not wrapper.will_sync_module_buffers()
 
 
-def test_rpc_takes_these_transports() -> None:
-    options = ours.rpc_options(init_method="file:///nowhere", timeout_s=3.0, num_threads=2)
-    assert options.rpc_timeout == 3.0 and options.num_worker_threads == 2
-
-
 def test_redistributions_are_logged_by_this_logger() -> None:
     assert importlib.import_module(ours.REDISTRIBUTION_LOG).logger.name == ours.REDISTRIBUTION_LOG
 
@@ -208,23 +198,6 @@ def test_schedules_are_told_apart_and_list_their_actions() -> None:
     assert issubclass(ScheduleInterleaved1F1B, PipelineScheduleMulti)
 
 
-def test_the_last_backward_pass_of_a_stage_is_announced(alone: dist.ProcessGroup) -> None:
-    layer, seen = torch.nn.Linear(2, 1), list[Any]()
-    stage = PipelineStage(layer, 0, 1, torch.device("cpu"), group=alone)
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        before = layer.bias.grad.clone() if layer.bias.grad is not None else None
-        yield
-        seen.append((before, layer.bias.grad))
-
-    around_last_backward(stage, around)
-    gpipe = ours.gpipe(stage, 3, loss_fn=lambda output, _: output.sum(), scale_grads=False)
-    gpipe.step(torch.ones(3, 2), target=torch.ones(3))
-    [(before, after)] = seen
-    assert (before.item(), after.item()) == (2.0, 3.0)
-
-
 def test_actions_that_may_run_at_once_are_listed_one_by_one(alone: dist.ProcessGroup) -> None:
     stages = [PipelineStage(torch.nn.Linear(2, 2), number, 2, torch.device("cpu"), group=alone) for number in range(2)]
     actions = ours.actions_of(ScheduleDualPipeV(stages, 4, loss_fn=lambda *_: torch.zeros(())))[0]
@@ -232,25 +205,9 @@ def test_actions_that_may_run_at_once_are_listed_one_by_one(alone: dist.ProcessG
     assert len([a for a in actions if a[0] in ("FULL_BACKWARD", "BACKWARD_INPUT")]) == 8
 
 
-def test_modes_see_what_hooks_do_in_a_backward_pass() -> None:
-    seen = []
-
-    class Seeing(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    weight = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
-    y = torch.ones(2, 2, device="meta") @ weight
-    y.register_hook(lambda gradient: gradient * weight.norm())
-    with Seeing():
-        run_backward([y])
-    assert Tensor.norm in seen and weight.grad is not None
-
-
 # --- and nowhere else
 
-OURS = ("torch_internals.py", "torch_compiler.py", "torch_backward.py", "torch_stages.py")
+OURS = ("torch_internals.py", "torch_compiler.py", "torch_stages.py")
 
 
 def uses_of_privates(path: Path) -> list[str]:

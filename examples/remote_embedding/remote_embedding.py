@@ -12,11 +12,11 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from extras.rpc.rpc import join_rpc, name_of
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.seam import EngineAround
 from framework.engine.sums import add
-from framework.parallel.ddp import sum_gradients
-from framework.parallel.server.rpc import join_rpc, name_of
+from framework.parallel.replica import sum_gradients
 
 
 class BagOfTokens(nn.Module):

@@ -1,5 +1,6 @@
 """The composition root: it turns a run's configuration into the objects that train and measure it."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -112,7 +113,8 @@ class Builder:
     @property
     def is_sent(self) -> bool:
         """Whether the strategy lets rank 0 alone build the model's numbers, and sends each rank its part."""
-        return hasattr(locate(self.config.parallel["_target_"]), "fills")
+        fills = getattr(inspect.getmodule(locate(self.config.parallel["_target_"])), "fills", None)
+        return fills is not None and bool(fills(self.config.parallel))
 
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
         """Return a table of the model's modules (framework/modules/summary.py); `example` is for data without known shapes."""

@@ -140,7 +140,7 @@ class Saver:
         if self._is_async is None:
             size = sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors.values()))
             agreement = self._world.agreement
-            self._is_async = agreement.allows_threads and agreement.largest(size) >= WORTH_A_THREAD
+            self._is_async = agreement.largest(size) >= WORTH_A_THREAD
         return self._is_async
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Committed:

@@ -25,7 +25,7 @@ _COLORS = dict(zip(KINDS_OF_BYTES, ("#4c9be8", "#b0b8c0", "#63b97a", "#f0a04b", 
 _MOST_RANKS = 8  # the most ranks that are built
 _COPIES = 5  # of the parameters, while a rank is built: two, the gradients, and two of the optimizer
 _LEFT_OUT = ("not included: activations, gathered layers, messages in transit, and other memory of the strategy "
-             "(DiLoCo's outer weights, PipeDream's older ones, ...)")  # fmt: skip
+             "(such as older weights)")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,27 @@
 """The plan of a pipeline: the micro-batch on which each process works at each time, and how long each process waits."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from framework.build.training import Builder
+from framework.config.targets import locate
 from framework.data.order import parts
 from framework.distributed.mesh import resolve_axes
-from framework.parallel.pipelining.pipedream import DRAIN_EVERY, order_of_steps
 from framework.parallel.pipelining.schedules import order_of, owners
 from framework.parallel.pipelining.timetable import Placed, timetable, waiting_in
-from framework.preflight.processes import axes_of
+from framework.preflight.processes import axes_of, option_of
 
 _COLORS = {"FORWARD": "#7db4e6", "FULL_BACKWARD": "#f0a04b", "BACKWARD_INPUT": "#f0a04b", "BACKWARD_WEIGHT": "#7cc48f"}
 _LIGHTER = {"FORWARD": "#cfe3f6", "FULL_BACKWARD": "#fadcb8", "BACKWARD_INPUT": "#fadcb8", "BACKWARD_WEIGHT": "#cdeacf"}
 _NAMES = {"FORWARD": "forward (1)", "FULL_BACKWARD": "backward (2)", "BACKWARD_INPUT": "backward: inputs (1)",
           "BACKWARD_WEIGHT": "backward: weights (1)"}  # fmt: skip
 _MOST_UNITS = 80  # the most units of time that are drawn; a number fits into each unit
-_MOST_STEPS = 200  # the most steps of PipeDream that are simulated
 
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """The timetable of a pass (for PipeDream: of the steps until it is empty), and the text about it."""
+    """The timetable of a pass, or of the strategy's own `planned_order`, and the text about it."""
 
     placed: dict[int, list[Placed]]  # by the process's position along the pipeline axis
     num_micro_batches: int  # per step
@@ -72,7 +72,8 @@ class PlannedPipeline:
 def planned_pipeline(build: Builder) -> PlannedPipeline:
     """Return the timetable of a step of the run that `build` would build. Raise ValueError without a pipeline."""
     config, parallel = build.config, build.config.parallel
-    name = parallel.get("schedule")
+    own_order = getattr(inspect.getmodule(locate(parallel["_target_"])), "planned_order", None)
+    name = option_of(parallel) if own_order is not None else parallel.get("schedule")
     sizes = resolve_axes(axes_of(parallel), world_size=config.launch.most_processes)
     if name is None or "pipeline" not in sizes:
         raise ValueError("parallel: has no pipeline to draw (parallel=pipeline, ddp+pp or pp+fsdp+tp)")
@@ -81,20 +82,12 @@ def planned_pipeline(build: Builder) -> PlannedPipeline:
     lengths = [
         part.stop - part.start for part in parts(config.global_batch_size, micro_batch_size=size, dp_rank=0, dp_size=dp_size)
     ]
-    is_cut = len({*lengths}) > 1 and name != "pipedream"
+    is_cut = len({*lengths}) > 1 and own_order is None
     count = len(lengths) - is_cut  # a shorter micro-batch has its own pass
     what = f"{count} micro-batch{'es' * (count != 1)} of {lengths[0]} sample{'s' * (lengths[0] != 1)}"
-    if name == "pipedream":
-        drain_every = parallel.get("drain_every") or DRAIN_EVERY
-        num_steps = min(drain_every, _MOST_STEPS)
-        order = order_of_steps(num_steps, num_ranks=num_ranks, num_micro_batches=count, drain_every=drain_every)
-        until = (
-            "then the pipeline is empty"
-            if num_steps == drain_every
-            else f"drawn as if the pipeline were empty after them, not after {drain_every}"
-        )
-        num_stages, asked = num_ranks, ""
-        more = [f"PipeDream: {num_steps} steps, {until}; the numbers of micro-batches continue over the steps"]
+    if own_order is not None:
+        order, about = own_order(num_ranks=num_ranks, num_micro_batches=count, **parallel)
+        num_stages, asked, more = num_ranks, "", [about]
     else:
         (order, asked), num_stages = (
             order_of(name, num_ranks=num_ranks, num_micro_batches=count),
@@ -109,7 +102,7 @@ def planned_pipeline(build: Builder) -> PlannedPipeline:
         )
     said = [
         f"{name}: {num_stages} stages on {num_ranks} process{'es' * (num_ranks != 1)}, {what} in a "
-        f"{'step' if name == 'pipedream' else 'pass'}",
+        f"{'pass' if own_order is None else 'step'}",
         *more,
     ]
     return PlannedPipeline(timetable(order), count, num_stages, said)

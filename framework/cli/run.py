@@ -17,6 +17,7 @@ from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.catch_up import catch_up
 from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
+from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems
@@ -24,7 +25,7 @@ from framework.preflight.slurm import job_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.fetched_run import with_fetched_resume
 from framework.runtime import log, slurm
-from framework.runtime.environment import Environment, SrunTask
+from framework.runtime.environment import FOREIGN_LAUNCHER, Environment, SrunTask, variables
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -50,13 +51,22 @@ def _start(overrides: list[str]) -> int:
     except SlurmFailed as error:
         LOGGER.error("srun has started several processes, and Slurm does not say where the first process is: %s", error)
         return Exit.PREEMPTED
+    launcher = other_launcher()
+    if launcher is not None:
+        problems = [Problem.of_line(line) for line in launcher.join()]
+        if problems:  # the ranks cannot agree which of them prints; if rank 0 has not, the problem exists on this node only
+            return print_problems(problems, each_rank=True)
+        variables()[FOREIGN_LAUNCHER] = type(launcher).__name__
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
     PREEMPTION.watch()
     if environment.is_launched:
         line = overrides if is_step else None
-        return join(lambda: begin(overrides, world_size=environment.world_size), environment=environment, line=line)
+        code = join(lambda: begin(overrides, world_size=environment.world_size), environment=environment, line=line)
+        if launcher is not None and code != Exit.FAILED:  # a rank that fails must not wait for the others
+            launcher.leave()
+        return code
     config = admit(overrides, world_size=None)
     return config if isinstance(config, int) else locate(MODES[config.mode].parent)(Command(overrides, config))
 
@@ -132,7 +142,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
         from framework.preflight.child import problems_in_child
         from framework.preflight.dry_build import dry_build
 
-        may_fork = not Environment.read().uses_mpi  # an MPI library may not support a fork
+        may_fork = not Environment.read().is_foreign  # a launcher's library, such as MPI, may not support a fork
         if mode.about != "machines":
             draft.add(problems_in_child(partial(dry_build, config)) if may_fork else dry_build(config))
         if mode.about == "run" and not draft.problems and may_fork:

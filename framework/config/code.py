@@ -18,12 +18,12 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from framework.config.folders import ROOT, enter_project
+from framework.config.folders import EXTRAS, ROOT, enter_project
 from framework.config.frozen_file import digest_of
 from framework.config.schema import DOTTED
 
 TOP_LEVEL = "the top level"
-_FRAMEWORK = Path(__file__).resolve().parents[1]
+_FRAMEWORK = (Path(__file__).resolve().parents[1], EXTRAS)
 
 Functions = dict[str, str]  # the hash of each function's code, by the function's name in its module
 _loaded_before: set[str] = set()  # modules of the program that calls this framework
@@ -202,7 +202,7 @@ def _is_users(path: Path) -> bool:
     if path.is_relative_to(ROOT / "models"):
         return True
     is_installed = any(path.is_relative_to(folder) for folder in _installed()) or "site-packages" in path.parts
-    return path.suffix == ".py" and not is_installed and not path.is_relative_to(_FRAMEWORK)
+    return path.suffix == ".py" and not is_installed and not any(map(path.is_relative_to, _FRAMEWORK))
 
 
 # --- sources

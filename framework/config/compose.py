@@ -23,7 +23,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.code import find_module
-from framework.config.folders import CONF, config_name, defaults_in, folders, options, own_folder, own_groups
+from framework.config.folders import (
+    CONF,
+    EXTRAS,
+    config_name,
+    defaults_in,
+    folders,
+    named_keys,
+    option_node,
+    options,
+    own_folder,
+    own_groups,
+    value_names,
+)
 from framework.config.identity import EXECUTION, execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
@@ -45,12 +57,14 @@ class Composed(NamedTuple):
         return MODES.get(str(self.config.get("mode")))
 
 
-class _OwnFolder(SearchPathPlugin):
-    """A plugin that makes Hydra search the user's folder before the framework's folder."""
+class _Folders(SearchPathPlugin):
+    """A plugin that makes Hydra search all folders: the user's before the framework's, and the extras' after it."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if (own := own_folder()) is not None:
             search_path.prepend("own", f"file://{own}", anchor="main")
+        for folder in (folder for folder in folders() if folder.is_relative_to(EXTRAS)):
+            search_path.append("extras", f"file://{folder}")
 
 
 def forget_files() -> None:
@@ -61,8 +75,8 @@ def forget_files() -> None:
 
 
 def prepare_hydra() -> None:
-    """Register the user's folder with Hydra, and the resolvers `${run_id:}` and `${data:FACT}` with OmegaConf."""
-    Plugins.instance().register(_OwnFolder)
+    """Register the folders with Hydra, and the resolvers `${run_id:}` and `${data:FACT}` with OmegaConf."""
+    Plugins.instance().register(_Folders)
     OmegaConf.register_new_resolver("run_id", _run_id, replace=True)
     OmegaConf.register_new_resolver("data", lambda fact: f"${{data:{fact}}}", replace=True)  # the dataset resolves it later
 
@@ -139,7 +153,32 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
             problems.append(Problem(key, "unknown key", did_you_mean(key, known) or expected))
         else:
             problems += apply(config, override)
-    return config, known, problems
+    return config, known, problems + _name_values(config, known)
+
+
+def _name_values(config: DictConfig, known: list[str]) -> list[Problem]:
+    """Replace each value that is the name of a file in `conf/SECTION.KEY/` by this file's keys of the section.
+
+    The file is for the target in its `_for_`. A key that has a value already keeps it where the file has null.
+    """
+    problems = []
+    for key in named_keys():
+        section, _, last = key.rpartition(".")
+        node = OmegaConf.select(config, section)
+        if not isinstance(node, DictConfig) or last not in node:
+            continue
+        name = str(shown(OmegaConf.select(config, key, throw_on_resolution_failure=False))).strip("'")
+        if name not in value_names(key, node):
+            continue
+        del node[last]
+        content = {other: value for other, value in option_node(key, name).items() if other != "_for_"}
+        known += [f"{section}.{other}" for other in content]
+        for other, value in content.items():
+            if other == "_target_" or node.get(other) is None:
+                OmegaConf.update(config, f"{section}.{other}", value, force_add=True)
+            elif value is not None and node[other] != value:
+                problems.append(Problem(key, f"{name}, which sets {section}.{other}, but this has a value", "one of them"))
+    return problems
 
 
 def _composes(choices: list[str]) -> bool:

@@ -1,7 +1,8 @@
-"""The folders with groups and options: first the user's, then the framework's. Also: the folders of the user's modules."""
+"""The folders with groups and options: the user's, the framework's, the extras'. Also: the folders of the user's modules."""
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
 ROOT = Path(__file__).resolve().parents[2]  # the folder of the checkout or of the installation
 PACKAGED = Path(__file__).resolve().parents[1] / "conf"  # the folder in an installation
 CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
+EXTRAS = ROOT / "extras"  # beside the package `framework`, in a checkout and in an installation
+_OURS = [CONF, *sorted(EXTRAS.glob("*/conf"))]
 
 
 def own_folder() -> Path | None:
@@ -33,26 +36,35 @@ def config_name() -> str:
 def folders() -> list[Path]:
     """Return the configuration folders in search order."""
     own = own_folder()
-    return [CONF] if own is None else [own, CONF]
+    return _OURS if own is None else [own, *_OURS]
 
 
-def groups(folder: Path | None = None) -> list[str]:
-    """Return the names of the groups in one folder, or in all folders."""
-    found = folders() if folder is None else [folder]
-    names = {path.name for conf in found for path in conf.iterdir() if path.is_dir()}
-    return sorted(name for name in names if name[0] not in "._" and name != "hydra")
+def groups(within: Sequence[Path] | None = None) -> list[str]:
+    """Return the names of the groups in some folders, or in all folders."""
+    names = (path.name for conf in within or folders() for path in conf.iterdir() if path.is_dir())
+    return sorted({name for name in names if "." not in name and name[0] != "_" and name not in ("hydra", "launchers")})
+
+
+def named_keys() -> list[str]:
+    """Return the keys with values that have a file: the folder `conf/parallel.hook` has the values of `parallel.hook`."""
+    return sorted({path.name for conf in folders() for path in conf.iterdir() if "." in path.name.strip(".") and path.is_dir()})
 
 
 def own_groups() -> list[str]:
     """Return the groups that exist only in the user's folder."""
     own = own_folder()
-    return [] if own is None else sorted(set(groups(own)) - set(groups(CONF)))
+    return [] if own is None else sorted(set(groups([own])) - set(groups(_OURS)))
 
 
 def options(group: str) -> list[str]:
     """Return the names of a group's options. An option in a subfolder has a name such as `vision/tiny`."""
     found = [path.relative_to(conf / group) for conf in folders() for path in (conf / group).rglob("*.yaml")]
     return sorted({path.with_suffix("").as_posix() for path in found})
+
+
+def value_names(key: str, node: Mapping[str, Any]) -> list[str]:
+    """Return the values of a key that have a file for the target of this node, by their names."""
+    return [name for name in options(key) if option_node(key, name).get("_for_") == node.get("_target_")]
 
 
 def is_group(name: str) -> bool:
@@ -63,7 +75,7 @@ def is_group(name: str) -> bool:
 def option_file(group: str, option: str) -> Path:
     """Return the file of an option. If no file exists, return the framework's path for it."""
     paths = [conf / group / f"{option}.yaml" for conf in folders()]
-    return next((path for path in paths if path.is_file()), paths[-1])
+    return next((path for path in paths if path.is_file()), CONF / group / f"{option}.yaml")
 
 
 def option_node(group: str, option: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from framework.config.folders import CONF, defaults_in, groups, option_file, option_node, options
+from framework.config.folders import CONF, defaults_in, groups, named_keys, option_file, option_node, options, value_names
 from framework.config.schema import SEVERAL
 
 _WIDEST, _OF_TEXT = 120, 30  # in columns: the widest line; the minimum for a comment beside its key
@@ -59,6 +59,9 @@ def _option_help(group: str, option: str, width: int) -> Iterator[str]:
     if target:
         yield f"  {target}"
     yield from _keys(text, width, *([] if is_global or group in SEVERAL else [group]))
+    for key in (key for key in named_keys() if key.rpartition(".")[0] == group):
+        for name in value_names(key, option_node(group, option)):
+            yield from _line(f"{key}={name}", _comment(key, name), width, column=40)
 
 
 def _terminal_width() -> int:

@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
-from framework.config.folders import ROOT, enter_project
+from framework.config.folders import EXTRAS, ROOT, enter_project
 from framework.config.schema import Node
 from framework.runtime.problem import extra_with, install_command
 
@@ -33,8 +33,8 @@ def locate(target: str) -> Callable[..., Any]:
     parts = target.split(".")
     if len(parts) < 2 or not all(parts):
         raise ValueError(f"_target_={target} is not a dotted path, as in package.module.Name")
-    if parts[0] == "models":
-        _join_models(parts[1])
+    if parts[0] in ("models", EXTRAS.name):
+        _join(parts[0], parts[1])
     found: Any = None
     try:
         found = importlib.import_module(parts[0])
@@ -51,15 +51,15 @@ def locate(target: str) -> Callable[..., Any]:
     return found
 
 
-def _join_models(name: str) -> None:
-    """Join the user's package `models` and ours. Raise ValueError if both have a module `name`, with different content."""
-    models = importlib.import_module("models")
-    ours = str(ROOT / "models")
-    if ours not in models.__path__:
-        models.__path__.append(ours)
-    files = [path for folder in models.__path__ if (path := Path(folder, f"{name}.py")).exists()]
+def _join(package: str, name: str) -> None:
+    """Join a package and ours of this name. Raise ValueError if both have a module `name`, with different content."""
+    found = importlib.import_module(package)
+    ours = str(ROOT / package)
+    if ours not in found.__path__:
+        found.__path__.append(ours)
+    files = [path for folder in found.__path__ if (path := Path(folder, f"{name}.py")).exists()]
     if len({path.read_bytes() for path in files}) > 1:
-        raise ValueError(f"_target_=models.{name} names two files: give {files[0]} another name")
+        raise ValueError(f"_target_={package}.{name} names two files: give {files[0]} another name")
 
 
 def component(node: Node, **given: Any) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Validation of a configuration against its types, with messages for users."""
 
+import dataclasses
 import difflib
 import functools
 import itertools
@@ -12,10 +13,10 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from framework.config.compose import Composed
 from framework.config.draft import Draft
-from framework.config.folders import groups, options
+from framework.config.folders import groups, named_keys, options, value_names
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig, Section, section_of
 from framework.config.section import LARGEST
-from framework.config.spelling import did_you_mean, done_here, nearest
+from framework.config.spelling import did_you_mean, done_here, nearest, option_meant
 from framework.config.targets import HYDRAS, UNIONS, arguments_of, as_node, hides_keys, nodes_in
 from framework.runtime.problem import Problem, shown
 from framework.runtime.program import typed_override
@@ -85,18 +86,25 @@ def component_problems(
     inner = {name: list(nodes_in(value, f"{key}.{name}")) for name, value in node.items() if is_nested and name not in apart}
     hides = is_inner and may_hide and not node.get("_partial_") and hides_keys(node["_target_"])
     others = [other for other in known if not other.startswith(f"{key}.")]  # an option's keys may belong to another component
-    known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own))]
+    names_of = {name: value_names(f"{key}.{name}", node) for name in (one.rpartition(".")[2] for one in named_keys())}
+    known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own, *filter(names_of.get, names_of)))]
     for name, value in values.items():
         argument = signature.arguments.get(name)
         # the data replace null in a model, and `${data:...}` everywhere
         is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:")
         if argument is None and hides and not difflib.get_close_matches(name, signature.arguments, cutoff=0.8):
             continue
-        if argument is None and not signature.takes_any:
+        if argument is None and names_of.get(name):
+            close, names = option_meant(str(value), f"{key}.{name}", names_of[name]), ", ".join(names_of[name])
+            expected = f"one of {names}" + (f"; {close}" if close else "")
+            problems.append(Problem(f"{key}.{name}", f"{shown(value)} is not valid", expected))
+        elif argument is None and not signature.takes_any:
             problems += unknown_key(f"{key}.{name}", value, known=known)
         elif argument is not None and not is_from_data and not inner.get(name) and _is_plain(argument.annotation):
             is_default = type(value) is type(argument.default) and value == argument.default
-            problems += [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
+            found = [] if is_default else value_problems(argument.annotation, value, f"{key}.{name}")
+            more = "".join(f", {other}" for other in names_of.get(name, ()))
+            problems += [dataclasses.replace(one, expected=one.expected + more) for one in found]
     for inner_key, inner_node in itertools.chain(*inner.values()):
         problems += component_problems(inner_key, inner_node, known=known, may_hide=may_hide, is_inner=True)
     entries = node.get("groups") if "groups" in own else None  # of optimizer.groups; a rate of 0 keeps parameters unchanged

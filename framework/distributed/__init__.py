@@ -1,1 +1,1 @@
-"""The ranks: the World, the mesh, process groups over MPI, and the search for a rank that hangs."""
+"""The ranks: the World, the mesh, and the search for a rank that hangs."""

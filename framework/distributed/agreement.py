@@ -21,19 +21,13 @@ _Result = TypeVar("_Result")
 class Agreement:
     """Collectives over a separate process group, so that they never pair with a gradient's collectives.
 
-    The group is a gloo group. If training uses MPI, it is an MPI group, because a cluster may block all other communication.
-    In a world of one process there is no group, and each call returns immediately.
+    The group is a gloo group. In a world of one process there is no group, and each call returns immediately.
     """
 
     group: dist.ProcessGroup | None
     every: int = field(default=1, init=False)  # how many calls of `any_flags` make one reduction; the same on all ranks
     _calls: int = field(default=0, init=False)  # since the latest reduction
     _flags: tuple[dist.Work, Tensor] | None = field(default=None, init=False)
-
-    @property
-    def allows_threads(self) -> bool:
-        """Return whether a thread may run collectives while other threads do. An MPI library may not allow this."""
-        return self.group is None or dist.get_backend(self.group) == "gloo"
 
     def send(self, value: Tensor, *, to: int) -> None:
         """Send a CPU tensor to one rank, which calls `receive`."""

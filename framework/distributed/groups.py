@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from framework.distributed.mpi import start as mpi
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted
 from framework.runtime.preemption import PREEMPTION
@@ -51,9 +50,7 @@ class Groups:
 
     def store(self, name: str) -> dist.Store:
         """Return a part of this attempt's store with keys that nothing else uses. Collective."""
-        # the store of a group over MPI is not shared
-        is_shared = not isinstance(self._store, dist.HashStore)
-        return dist.PrefixStore(name, self._store if is_shared else mpi.store(timeout=self.timeout))
+        return dist.PrefixStore(name, self._store)
 
     def at_end(self, *, leave: Callable[[], None], abandon: Callable[[], None]) -> None:
         """Register an action for the end: `leave` when every rank is done and still answers, `abandon` if this rank fails."""
@@ -79,8 +76,6 @@ def attempt_store(environment: Environment, *, scratch: Path | None, timeout: ti
 
 def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -> dist.Store:
     """Return a part of the launcher's TCP store. Rank 0 starts the store if it does not exist. Collective."""
-    if environment.uses_mpi:
-        return dist.PrefixStore(part, mpi.store(timeout=timeout))
     if environment.uses_agent_store:  # the store lives longer than an attempt, but each torchrun counts its own restarts
         part = f"{part}_{environment.attempt}"
     store = _tcp_store(environment)

@@ -2,7 +2,7 @@
 
 import math
 
-MESH_AXES = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
+MESH_AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")  # outermost first
 
 
 def resolve_axes(axes: dict[str, int | None], *, world_size: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Backends of other packages. Each backend registers itself with torch.distributed when its package is imported."""
 
 import importlib
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -19,3 +20,18 @@ def kinds_of_devices(name: str, *, module: str) -> list[str]:
         what = "torch.distributed.Backend.register_backend, with devices"
         raise ValueError(f"{module} registers no back end {name} ({what}; known are {', '.join(sorted(known))})")
     return list(known[name])
+
+
+def refusals(name: str, *, module: str, device: str, num_processes: int, only_sums: bool) -> list[str]:
+    """Return why a module's backend refuses a run, as lines `KEY: WHAT`: the device, and the answer of the module's `problems`.
+
+    `only_sums`: the processes only sum and broadcast. A backend that does not exist has no answer.
+    """
+    try:
+        kinds = kinds_of_devices(name, module=module)
+    except ValueError:  # reported elsewhere
+        return []
+    if device not in ("auto", *kinds):
+        return [f"device: {device}, but the back end {name} is for {', '.join(kinds)} ({kinds[0]}, or backend=auto)"]
+    asked: Callable[..., list[str]] | None = getattr(importlib.import_module(module), "problems", None)
+    return asked(num_processes=num_processes, only_sums=only_sums) if asked is not None else []

@@ -18,8 +18,6 @@ from framework.distributed.groups import Groups, attempt_store
 from framework.distributed.hang import diagnose
 from framework.distributed.hang.board import Board
 from framework.distributed.mesh import resolve_axes
-from framework.distributed.mpi import start as mpi
-from framework.distributed.mpi.group import backend_name as mpi_backend
 from framework.distributed.other_backend import kinds_of_devices
 from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Unfit
@@ -64,40 +62,38 @@ class World:
         """Join the run's process groups. Collective. Raise Unfit, on every rank, if the devices do not exist.
 
         `backend_module` is the module of a backend from another package; then the framework itself agrees over gloo. `device`
-        is cpu, cuda, or auto (CUDA devices if there are any). `num_devices` of them belong to this process (None: all that it
-        sees). `scratch` is a folder, visible to all ranks, for a file store of this attempt.
+        is cpu, cuda, or auto (CUDA devices if there are any that the backend supports). `num_devices` of them belong to this
+        process (None: all that it sees). `scratch` is a folder, visible to all ranks, for a file store of this attempt.
         """
         rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
-        uses_mpi = backend == "mpi" and world_size > 1  # one process starts no MPI: without mpirun, MPI would leave files
-        place = mpi.placed(environment) if environment.uses_mpi else environment
-        devices = devices_of(place, device=device, num_devices=num_devices)
-        control_backend = default_backend = mpi_backend() if uses_mpi else "gloo"
+        kinds = None if backend_module is None else _kinds(backend, module=backend_module)
+        device = "cpu" if device == "auto" and kinds == ["cpu"] else device
+        devices = devices_of(environment, device=device, num_devices=num_devices)
+        default_backend = "gloo"
         if devices[0].type == "cuda":
             torch.cuda.set_device(devices[0])
             default_backend = f"cpu:gloo,cuda:{'nccl' if backend == 'auto' else backend}"
-        if backend_module is not None:
-            default_backend = _other_backend(backend, module=backend_module, kind=devices[0].type)
+        if kinds is not None:
+            default_backend = _other_backend(backend, kinds=kinds, kind=devices[0].type)
         only = devices[0] if "nccl" in default_backend and len(devices) == 1 else None
         groups, control = Groups(default_backend, rank=rank, world_size=world_size, timeout=timeout, device=only), None
         if world_size > 1:
-            if world_size == place.local_world_size:
+            if world_size == environment.local_world_size:
                 variables().setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines need no connection
             # a rank connects only to the ranks that it communicates with, and asks the store for no other ranks; in torch 2.10,
             # the first message fails if only one side sends
             if torch.__version__ >= "2.11":
                 variables().setdefault("TORCH_GLOO_LAZY_INIT", "1")
-            # MPI's ranks know each other; torch only requires a store object
-            store = dist.HashStore() if uses_mpi else attempt_store(environment, scratch=scratch, timeout=timeout)
-            if not uses_mpi:
-                require_one_kind(devices[0].type, store, world_size=world_size, timeout=timeout)
+            store = attempt_store(environment, scratch=scratch, timeout=timeout)
+            require_one_kind(devices[0].type, store, world_size=world_size, timeout=timeout)
             groups.join(store)
-            control = dist.new_group(backend=control_backend, timeout=timeout)
+            control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(
             rank=rank,
             world_size=world_size,
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
-            first_on_node=place.first_on_node,
+            local_rank=environment.local_rank,
+            local_world_size=environment.local_world_size,
+            first_on_node=environment.first_on_node,
             devices=devices,
             timeout=timeout,
             groups=groups,
@@ -153,12 +149,15 @@ class World:
             diagnose.report_error(self.board, error)
 
 
-def _other_backend(name: str, *, module: str, kind: str) -> str:
-    """Return torch's description of a package's backend for a kind of device. Raise Unfit if the backend does not fit."""
+def _kinds(name: str, *, module: str) -> list[str]:
     try:
-        kinds = kinds_of_devices(name, module=module)
+        return kinds_of_devices(name, module=module)
     except ValueError as error:
         raise Unfit(f"backend.name: {error}") from error
+
+
+def _other_backend(name: str, *, kinds: Sequence[str], kind: str) -> str:
+    """Return torch's description of a package's backend for a kind of device. Raise Unfit if the backend does not fit."""
     if kind not in kinds:
-        raise Unfit(f"backend.name: {name} of {module} is for {', '.join(kinds)}, but the device is {kind} (device={kinds[0]})")
+        raise Unfit(f"backend.name: {name} is for {', '.join(kinds)}, but the device is {kind} (device={kinds[0]})")
     return f"cpu:{name}" if kind == "cpu" else f"cpu:gloo,{kind}:{name}"

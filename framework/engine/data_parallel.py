@@ -1,6 +1,6 @@
 """The engine of every strategy in which a rank runs the whole model on its own samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +10,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
-from framework.engine.own_step import OwnSteps, gather_rows
-from framework.engine.seam import Engine, MicroBatch, Step
+from framework.engine.own_step import OwnSteps
+from framework.engine.rows import gather_rows
+from framework.engine.seam import Engine, MicroBatch, Step, no_whole_outputs, weigh_gradients
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, by_mesh, call, map_tensors, whole
 from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable
@@ -34,8 +35,10 @@ class DataParallelEngine(Engine):
     before the first step, `finish` after each step's last backward pass. Ranks without `meet_in_steps` get rank 0's buffers
     only in `sync_buffers`, and see no samples of other ranks. `data_group` has the ranks with the other parts of the global
     batch (None: all ranks). `trail` returns `Engine.trail`. `forget` is called before the weights are exchanged
-    for their average: it must drop everything computed from the weights. Without `can_pause`, a run can be saved only at its
-    end, because the strategy keeps values that no checkpoint holds.
+    for their average: it must drop everything computed from the weights. `slice` returns this rank's tokens of a micro-batch
+    that several ranks have. `explain` raises a better error for an error of a step. `parts` are `Engine.parts`. In the steps,
+    counted from 0, for which `alone` is true, each rank trains with its own samples alone: the loss is divided by their number
+    or weight, `finish` is not called, and the norm of the gradients is the root mean square of the norms of all ranks.
     """
 
     def __init__(
@@ -58,7 +61,10 @@ class DataParallelEngine(Engine):
         trail: Callable[[], int] = lambda: 0,
         data_group: dist.ProcessGroup | None = None,
         forget: Callable[[], None] = lambda: None,
-        can_pause: bool = True,
+        slice: Callable[[MicroBatch], MicroBatch] | None = None,
+        explain: Callable[[Exception], None] | None = None,
+        alone: Callable[[int], bool] = lambda index: False,
+        parts: Mapping[str, Any] | None = None,
     ) -> None:
         self.module, self.task, self.observers = module, forward.module, forward.observers
         self.mesh = mesh
@@ -78,20 +84,31 @@ class DataParallelEngine(Engine):
         self._has_others = dp_size > 1 and meet_in_steps
         self._forget = forget
         self._trail = trail
-        self._can_pause = can_pause
+        self._alone, self._is_alone, self._num_own = alone, False, 0  # whether the current step is alone, and its own samples
+        self.parts = parts or {}
+        self._slice, self._explain = slice, explain
         self._average: Average | None = None
         self.no_gather = ""  # why a step of the task's own cannot read the other samples
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        self._is_alone, self._num_own = self._alone(index), step.num_own_samples
         self.buffers.begin_step(is_alone=[m.number for m in step.micro_batches if not m.is_padding] == [0])
-        sums = self.run_micro_batches(step, index=index, loss_scale=loss_scale, measure=measure)
-        self._finish()
+        try:
+            sums = self.run_micro_batches(step, index=index, loss_scale=loss_scale, measure=measure)
+        except RuntimeError as error:
+            if self._explain is not None:
+                self._explain(error)
+            raise
+        if not self._is_alone:
+            self._finish()
         self.buffers.end_step()
         return sums
 
     def run_micro_batches(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         """Do the work of `forward_backward`, within a step of `buffers` that the caller has started."""
         scale = loss_scale * self.averaged_over / step.num_samples
+        if self._is_alone:
+            scale = loss_scale / max(1, self._num_own)
         if self._forward.trains_by_step:
             return self._run_own_steps(step, index=index, scale=scale)
         sums: Sums = {}
@@ -99,7 +116,7 @@ class DataParallelEngine(Engine):
         for position, micro_batch in enumerate(step.micro_batches):
             self._set_sync(position == last)
             self._forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
-            loss, more = self._forward(self._model, micro_batch, measure=measure)
+            loss, more = self._forward(self._model, self._sliced(micro_batch), measure=measure)
             (loss * (0.0 if micro_batch.is_padding else scale)).backward()
             self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
             add(sums, self._counted(more, micro_batch))
@@ -148,7 +165,12 @@ class DataParallelEngine(Engine):
     def trail(self) -> int:
         return self._trail()
 
+    def _sliced(self, micro_batch: MicroBatch) -> MicroBatch:
+        return micro_batch if self._slice is None else self._slice(micro_batch)
+
     def outputs(self, inputs: Tree) -> Tree:
+        if self._slice is not None:
+            raise no_whole_outputs()
         self._forward.seed_draws(step=None, micro_batch=0)
         with torch.no_grad():
             return self._forward.in_precision(lambda: call(self._model, inputs))
@@ -164,6 +186,7 @@ class DataParallelEngine(Engine):
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
         self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
+        micro_batch = self._sliced(micro_batch)
         with torch.no_grad():
             outputs = self._forward.outputs(self._model, micro_batch)
             if self._counts(micro_batch):
@@ -180,6 +203,12 @@ class DataParallelEngine(Engine):
                     add(sums, self._counted(result.sums, result.micro_batch))
         return sums
 
+    def weigh(self, sums: Sums, *, num_samples: int) -> None:
+        if self._is_alone:
+            weigh_gradients(self.module, sums, num_samples=self._num_own, among_ranks=False)
+        else:
+            super().weigh(sums, num_samples=num_samples)
+
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         kinds = by_mesh([p for p in self._parameters if p.grad is not None])
         norms = [whole(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in kinds]
@@ -187,13 +216,14 @@ class DataParallelEngine(Engine):
         if max_norm is not None:
             for kind in kinds:
                 clip_grads_with_norm_(kind, max_norm, norm)
+        if self._is_alone:
+            square = norm.square()
+            dist.all_reduce(square)
+            norm = (square / self.dp_size).sqrt()
         return norm
 
     def warm_up(self, step: Step) -> None:
         self._warm_up()
-
-    def meet(self, step: int, *, is_last: bool) -> bool:
-        return self._can_pause or is_last
 
     def sync_buffers(self) -> None:
         if self._broadcast is not None and (tensors := self.buffers.tensors):

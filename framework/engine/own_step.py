@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
@@ -239,32 +238,3 @@ def _require(are_alike: bool) -> None:
         raise Unfit(
             "task: its step() calls gather() for some micro-batches of a step more often than for others (equally often)"
         )
-
-
-def gather_rows(own: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
-    """Return all ranks' rows (n, ...), in rank order; ranks may have different numbers of rows. Collective.
-
-    Differentiable; the backward pass is collective too. The gradient of a row is the sum of the gradients of all ranks.
-    """
-    counts = [torch.zeros(1, dtype=torch.long, device=own.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([len(own)], device=own.device), group=group)
-    gathered: Tensor = _Rows.apply(own, [int(count) for count in counts], group)
-    return gathered
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature
-        start = sum(counts[: dist.get_rank(group)])
-        ctx.span, ctx.group = slice(start, start + len(own)), group
-        padded = own.new_zeros(max(counts), *own.shape[1:])
-        padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:count] for part, count in zip(parts, counts)])
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def,override]
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total[ctx.span], None, None

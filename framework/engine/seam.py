@@ -46,7 +46,6 @@ class Step(NamedTuple):
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
     turn: str = ""  # the turn whose parameters it moves; empty: all parameters
-    is_last: bool = False  # the last step of the run, as planned
     is_even: bool = True  # all micro-batches on all ranks have the same size; then all ranks cut a step in the same way
 
     @property
@@ -114,6 +113,7 @@ class Engine(ABC):
     dp_rank: int
     dp_size: int
     observers: list[Observe]  # called with the outputs of each micro-batch of an evaluation that counts, on one of its ranks
+    parts: Mapping[str, Any] = {}  # the strategy's own parts of the loop, which are called after the user's
 
     @abstractmethod
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
@@ -170,25 +170,9 @@ class Engine(ABC):
         """Do once, before the first step, the work that must not happen in the step. It must not change the model."""
         return
 
-    @property
-    def measured(self) -> dict[str, int]:
-        """The values measured at the start of the run that decide the last bits; every checkpoint holds them."""
-        return {}
-
-    def take_up(self, measured: Mapping[str, int]) -> None:
-        """Use these values of a checkpoint; called before `warm_up`."""
-        return
-
     @abstractmethod
     def sync_buffers(self) -> None:
         """Give every rank the buffers (running statistics) that followed micro-batch 0."""
-
-    def meet(self, step: int, *, is_last: bool) -> bool:
-        """Let ranks that train separately agree after this many steps (taken or skipped), if it is time or the last step.
-
-        Return whether any strategy can continue from this state.
-        """
-        return True
 
     @abstractmethod
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
@@ -205,7 +189,7 @@ class EngineAround(Engine):
 
     def __init__(self, engine: Engine) -> None:
         self.module, self.task = engine.module, engine.task
-        self.mesh, self.observers = engine.mesh, engine.observers
+        self.mesh, self.observers, self.parts = engine.mesh, engine.observers, engine.parts
         self.dp_rank, self.dp_size = engine.dp_rank, engine.dp_size
         self._engine = engine
 
@@ -241,18 +225,8 @@ class EngineAround(Engine):
     def warm_up(self, step: Step) -> None:
         self._engine.warm_up(step)
 
-    @property
-    def measured(self) -> dict[str, int]:
-        return self._engine.measured
-
-    def take_up(self, measured: Mapping[str, int]) -> None:
-        self._engine.take_up(measured)
-
     def sync_buffers(self) -> None:
         self._engine.sync_buffers()
-
-    def meet(self, step: int, *, is_last: bool) -> bool:
-        return self._engine.meet(step, is_last=is_last)
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return self._engine.make_optimizer(build, trained)

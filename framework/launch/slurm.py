@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from framework.config.folders import PACKAGED, ROOT, project_folders
+from framework.config.folders import EXTRAS, PACKAGED, ROOT, project_folders
 from framework.config.frozen_file import FrozenConfig, freeze, thaw
 from framework.config.launch import SlurmSection
 from framework.config.modes import folder_of
@@ -173,7 +173,7 @@ def _snapshot(folder: Path) -> Path:
     copy = folder / "code"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
-    sources = [ROOT / "framework", ROOT / "models"]
+    sources = [folder for folder in (ROOT / "framework", ROOT / "models", EXTRAS) if folder.is_dir()]
     for project in reversed(project_folders()):  # if two folders have a module of the same name, the first one counts
         sources += [path for path in sorted(project.iterdir()) if path.suffix == ".py" or _holds_code(path)]
     for source in sources:

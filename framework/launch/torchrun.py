@@ -1,11 +1,10 @@
-"""Under torchrun (or any launcher that sets its variables) or mpirun: rank 0 composes, the other ranks use the result."""
+"""Under torchrun, or any launcher that sets its variables: rank 0 composes, the other ranks use the result."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 
 from framework.config.frozen_file import FrozenConfig, digest_of
-from framework.distributed.mpi import start as mpi
 from framework.launch.claim import ClaimedRun, as_text, from_text, print_problems
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
@@ -21,15 +20,12 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
     `line` is the process's command line, if it may differ from that of the other processes.
     """
     die_with_parent()
-    if environment.uses_mpi and (problem := mpi.problem(environment)) is not None:
-        # the ranks cannot agree which of them prints; and if rank 0 has not printed, the problem exists on this node only
-        return print_problems([problem], each_rank=True)
-    if environment.world_size > environment.local_world_size and not environment.uses_mpi:
+    if environment.world_size > environment.local_world_size:
         from framework.launch.elastic.network import Network  # imports torch
 
         network = Network.find()
         # NCCL finds its networks by itself, and may use several networks
-        network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"))
+        network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME",))
     is_one = line is None or _have_one_line(line, environment=environment)
     begun = None
     if environment.rank == 0:  # this process keeps the lock of a run until it ends
@@ -44,12 +40,10 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
                 taken = settle(work(frozen, None))
         except Exception as error:
             LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
-            if environment.uses_mpi and not is_lost_peer(error):  # rank 0 will not record it, because mpirun kills rank 0
+            if environment.is_foreign and not is_lost_peer(error):  # rank 0 cannot record it, because the launcher ends rank 0
                 text = f"rank {environment.rank}: {headline(error)}"
                 RunDirectory(frozen.path.parent).record_end(status="failed", error=text)
             return Exit.FAILED
-    if environment.uses_mpi:
-        mpi.leave()
     return taken
 
 
@@ -81,8 +75,6 @@ def _have_one_line(line: list[str], *, environment: Environment) -> bool:
 def _from_rank_0(decision: FrozenConfig | int | None, *, environment: Environment) -> FrozenConfig | int:
     """Return rank 0's decision on every rank. Collective."""
     text = None if decision is None else as_text(decision)
-    if environment.uses_mpi:
-        return from_text(mpi.from_rank_0(text, timeout=_PATIENCE))
     from framework.distributed.groups import awaited, launcher_store
 
     store = launcher_store(environment, timeout=_PATIENCE, part="start")

@@ -130,7 +130,7 @@ def _watched(
             verdict = hang.settle(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
             if not verdict:
                 raise
-            if board.leads and not environment.uses_mpi:  # mpirun kills the others, and keeps the code of the first end
+            if board.leads and not environment.is_foreign:  # such a launcher ends the others itself
                 hang.kill_silent(board)
     if verdict:
         if scratch is None:  # another launcher, which does not report it

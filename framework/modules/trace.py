@@ -11,19 +11,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from framework.modules.tensors import Tree, call, map_tensors, tensors_in
-from framework.runtime.torch_backward import is_of_backward, run_backward
-
-Operation = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event: a module is entered (with its arguments) or left (with its outputs), or a tensor of the model is used.
+    """An event: a module is entered (with its arguments) or left (with its outputs), or an operation uses a tensor."""
 
-    A tensor is used in an operation (use), or in another way (see): its dtype is read, or it is returned.
-    """
-
-    kind: str  # enter, leave, use or see
+    kind: str  # enter, leave or use
     what: Any  # the model's own module or tensor
     value: Any = None
 
@@ -91,14 +85,8 @@ def copied_with(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> tuple
     return copied.eval(), copies
 
 
-def follow(
-    model: nn.Module, inputs: Tree, *, training: bool | None = None, note: Callable[[Operation], Any] = lambda _: None
-) -> Trace:
-    """Run a copy of the model without storage, in evaluation without gradients; return the trace.
-
-    `training`: run with gradients, in training (True; then also the backward pass) or in evaluation (False). `note` returns the
-    value of an event in which an operation uses a tensor.
-    """
+def follow(model: nn.Module, inputs: Tree) -> Trace:
+    """Run a copy of the model without storage, in evaluation without gradients; return the trace."""
     trace, stack = Trace(), list[nn.Module]()
     try:
         copied, copies = on_meta(model)
@@ -113,25 +101,18 @@ def follow(
 
     def leave(module: nn.Module, _: Any, outputs: Any) -> None:
         trace.events.append(Event("leave", stack.pop(), outputs))
-        for tensor in tensors_in(outputs):
-            use("see", tensor, type(module).forward)
 
     for module in copied.modules():
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def use(kind: str, tensor: Tensor, operation: Operation) -> None:
+    def use(tensor: Tensor) -> None:
         if id(tensor) in originals:
-            trace.events.append(Event(kind, originals[id(tensor)], note(operation)))
+            trace.events.append(Event("use", originals[id(tensor)]))
 
-    example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
     try:
-        for tensor in (*nn.Module.parameters(copied), *copied.buffers()) if training else ():
-            tensor.requires_grad_(originals[id(tensor)].requires_grad)
-        with torch.set_grad_enabled(training is not None), _Uses(use):
-            outputs = call(copied.train(bool(training)), example)
-            if training:
-                run_backward([tensor for tensor in tensors_in(outputs) if tensor.requires_grad])
+        with torch.no_grad(), _Uses(use):
+            call(copied, map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
         trace.is_whole = True
     except Exception:  # the model reads numbers, not only shapes, or does not accept this batch
         trace.inside = list(stack)
@@ -139,13 +120,13 @@ def follow(
 
 
 class _Uses(TorchFunctionMode):
-    """A mode that reports each tensor that an operation turns into another tensor, or whose dtype it reads.
+    """A mode that reports each tensor that an operation turns into another tensor.
 
     Positions (torch.arange), and tensors computed from positions alone, have numbers beside the model's tensors, which have
     none: the masks of many models read them.
     """
 
-    def __init__(self, report: Callable[[str, Tensor, Operation], None]) -> None:
+    def __init__(self, report: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._report = report
         self._numbers: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor without numbers, and the same with numbers
@@ -155,15 +136,14 @@ class _Uses(TorchFunctionMode):
         read, result = self._read(function, args, kwargs)
         if not read:
             result = function(*args, **kwargs)
-        if isinstance(result, (Tensor, tuple, list, torch.dtype)) and not is_of_backward():
-            kind = "see" if isinstance(result, torch.dtype) else "use"
+        if isinstance(result, (Tensor, tuple, list)):
             for given in (*args, *kwargs.values()):
                 for item in given if isinstance(given, (tuple, list)) else (given,):
                     if isinstance(item, Tensor):
-                        self._report(kind, item, function)
+                        self._report(item)
         return result
 
-    def _read(self, function: Operation, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    def _read(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Return whether the arguments of an operation all have numbers, and then its result, with its numbers noted."""
         tensors = tensors_in([list(args), kwargs])
         if getattr(function, "__name__", "") == "__get__":  # an attribute, such as the device

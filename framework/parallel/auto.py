@@ -10,9 +10,8 @@ from framework.distributed.world import World
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands, Engine
 from framework.parallel import zero
-from framework.parallel.ddp import Buckets, replicated
-from framework.parallel.fsdp import sharded, typed
-from framework.parallel.single import single
+from framework.parallel.parallelize import parallelize
+from framework.parallel.replica import ReplicaOptions
 from framework.runtime.log import LOGGER
 
 _GIB = 2**30
@@ -25,9 +24,8 @@ def auto(
     forward: Forward,
     replicate: int | None,
     memory_gib: float | None,
-    find_unused_parameters: bool,
     reshard_after_forward: bool,
-    **buckets: Unpack[Buckets],
+    **options: Unpack[ReplicaOptions],
 ) -> Engine:
     """Run the model as `ddp` if it fits, else as `zero`, else as `fsdp`; in one process, as `single`. Collective."""
     budget = memory_gib * _GIB if memory_gib is not None else _memory(world) / 2  # the rest is for activations
@@ -39,25 +37,15 @@ def auto(
     if held > budget and world.rank == 0:
         LOGGER.warning("that is more than the %.2g GiB that each process has for them: use more processes", budget / _GIB)
     if choice == "single":
-        return single(model, world=world, forward=forward)
+        return parallelize(model, world=world, forward=forward)
     if choice == "fsdp":
-        mesh = world.mesh(shard=replicate)
-        options = {"reshard_after_forward": reshard_after_forward, "param_dtype": None, "reduce_dtype": None}
-        return sharded(model, mesh=mesh, world=world, forward=forward, **typed(model, forward, options))
-    return replicated(
-        model,
-        world=world,
-        forward=forward,
-        mesh=world.mesh(replicate=replicate),
-        make_optimizer=zero.owned(world) if choice == "zero" else None,
-        find_unused_parameters=find_unused_parameters,
-        **buckets,
-    )
+        return parallelize(model, world=world, forward=forward, shard=replicate, reshard_after_forward=reshard_after_forward)
+    return parallelize(model, world=world, forward=forward, replicate=replicate, zero=choice == "zero", **options)
 
 
 def problems(model: nn.Module, *, demands: Demands, **options: object) -> list[str]:
     """Return why a strategy that `auto` may choose cannot run this model."""
-    return zero.problems(model, demands=demands)
+    return zero.problems(demands=demands)
 
 
 def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, float]:

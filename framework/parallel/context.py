@@ -1,59 +1,80 @@
-"""Context parallelism: the tokens of each sample are cut over the processes, for sequences too long for one device."""
+"""Context parallelism: each process has a run of the tokens of each sample, and a model's mixers read the tokens of all.
+
+Shapes of a mixer's tensors: B samples, N heads, T tokens, E dim of a head.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from typing_extensions import Unpack
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
 
-from framework.distributed.world import World
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine, EngineAround, MicroBatch, Step, no_whole_outputs
-from framework.engine.sums import Sums
+from framework.engine.rows import gather_rows
+from framework.engine.seam import Demands, MicroBatch, Task
+from framework.engine.sums import Value
 from framework.modules.parts import own_answer
-from framework.modules.structure import has_dropout
-from framework.modules.tensors import Tree
-from framework.parallel.attention.cut import Cut, OfSlices
-from framework.parallel.attention.fit import Attention, attention_of, num_heads, ring_fault
-from framework.parallel.attention.ring import round_ring
-from framework.parallel.attention.ulysses import by_heads
-from framework.parallel.ddp import Buckets, replicated
+from framework.runtime.exits import Unfit
+
+Attention = Literal["ulysses", "ring"]
+Mix = Callable[..., Tensor]
+ONE_CALL = "its forward must call scaled_dot_product_attention once, and nothing else in it may combine tokens"
 
 
-def context(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    replicate: int | None,
-    context: int | None,
-    attention: Attention | None = None,
-    **buckets: Unpack[Buckets],
-) -> Engine:
-    """Replicate the model; processes along the inner axis of the mesh share the tokens of the same samples. Collective."""
-    mesh = world.mesh(replicate=replicate, context=context)
-    cut = cut_tokens(model, forward=forward, group=mesh.get_group("context"), attention=attention)
-    engine = replicated(model, world=world, forward=forward, mesh=mesh, **buckets)
-    return ContextEngine(engine, cut=cut, dp_rank=mesh.get_local_rank("replicate"))
+@dataclass
+class Slices:
+    """The runs of tokens of the current samples, one for each rank of `group`; their lengths differ by at most one."""
+
+    group: dist.ProcessGroup
+    counts: list[int] = field(default_factory=list)  # the number of each rank's tokens
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The positions of this rank's tokens in a sample: the first, and the one after the last."""
+        stop = [*accumulate(self.counts)][self.group.rank()]
+        return stop - self.counts[self.group.rank()], stop
+
+    @property
+    def share(self) -> float:
+        return self.counts[self.group.rank()] / sum(self.counts)
+
+    def of(self, whole: MicroBatch) -> MicroBatch:
+        """Return this rank's tokens; inputs and targets are (B, T)."""
+        self.counts = [part.shape[1] for part in whole.inputs.tensor_split(self.group.size(), dim=1)]
+        start, stop = self.span
+        return whole._replace(inputs=whole.inputs[:, start:stop], targets=whole.targets[:, start:stop])
 
 
-def cut_tokens(model: nn.Module, *, forward: Forward, group: dist.ProcessGroup, attention: Attention | None) -> Cut:
-    """Let the model's mixers read the tokens of all ranks of the group, and let the task take slices. Not collective."""
-    rank, size = group.rank(), group.size()
-    is_ring = attention_of(model, asked=attention, context=size) == "ring"
-    cut = Cut.zigzag(rank=rank, size=size) if is_ring else Cut.contiguous(rank=rank, size=size)
-    wrap = round_ring if is_ring else by_heads
-    # several layers can share a mixer. `problems` has checked that the method exists
-    for mixer in dict.fromkeys(model.mixers()):  # type: ignore[operator]
-        # compiled code ends before the mixer and starts again after it: the mixer's communication is not part of a graph
-        mixer.forward = torch.compiler.disable(wrap(mixer.forward, cut=cut, group=group))
-    forward.task = OfSlices(forward.task, cut)
-    return cut
+class OfSlices:
+    """A task for slices of samples.
+
+    A value with its own weight is a sum over tokens. Any other value is a sum over samples of a mean over the tokens of the
+    sample, so a slice adds its share.
+    """
+
+    def __init__(self, task: Task, slices: Slices) -> None:
+        self._task, self._slices = task, slices
+
+    def loss(self, outputs: Any, targets: Any) -> Value:
+        return self._of_slice(self._task.loss(outputs, targets))
+
+    def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]:
+        return {name: self._of_slice(value) for name, value in self._task.metrics(outputs, targets).items()}
+
+    def _of_slice(self, value: Value) -> Value:
+        return value if isinstance(value, tuple) else value * self._slices.share
 
 
-def problems(
-    model: nn.Module, *, demands: Demands, context: int, attention: Attention | None = None, **others: object
-) -> list[str]:
-    """Return why this model's tokens cannot be cut over so many processes."""
+def problems(model: nn.Module, *, demands: Demands, context: int) -> list[str]:
+    """Return why this run's tokens cannot be cut over so many processes."""
     most_models = "ddp, zero, fsdp and hsdp take most models"
     if demands.own_step:
         return [f"context: cuts samples, but the task has its own step, which needs whole samples; {most_models}"]
@@ -63,45 +84,122 @@ def problems(
         return [f"{demands.observes}: {what}; {cure}"]
     if own_answer(model, "mixers") is None:
         return [f"{type(model).__name__} does not have mixers(), which lists the modules that combine tokens; {most_models}"]
-    if context > 1 and has_dropout(model):
-        return ["the model has dropout, and its draws would depend on the number of processes; set model.dropout=0"]
-    heads = next((heads for heads in sorted(num_heads(model)) if heads % context), None)
-    if attention_of(model, asked=attention, context=context) == "ring":
-        fault = ring_fault(model) if context > 1 else None
-        if fault is None:
-            return []
-        if attention is None:
-            return [f"context={context}: does not divide the {heads} heads of the model, and its mixers cannot use a ring "
-                    f"({fault}); take a divisor, or another strategy: {most_models}"]  # fmt: skip
-        return [f"attention=ring: {fault}; take ulysses, or another strategy: {most_models}"]
-    if heads is not None:
-        return [f"context={context}: does not divide the {heads} heads of the model; take a divisor, attention=ring, or "
-                f"another strategy: {most_models}"]  # fmt: skip
     return []
 
 
-class ContextEngine(EngineAround):
-    """An Engine for ranks that run the same samples; each rank has a slice of the tokens."""
+def cut_tokens(model: nn.Module, *, forward: Forward, group: dist.ProcessGroup, attention: Attention | None) -> Slices:
+    """Let the model's mixers read the tokens of all ranks of the group, and let the task take slices. Not collective.
 
-    def __init__(self, engine: Engine, *, cut: Cut, dp_rank: int) -> None:
-        super().__init__(engine)
-        self.dp_rank, self.dp_size = dp_rank, engine.dp_size // cut.size
-        self._cut = cut
+    `attention` None: by heads if the number of processes divides them, else with all keys and values.
+    """
+    slices = Slices(group)
+    for mixer in dict.fromkeys(model.mixers()):  # type: ignore[operator]  # several layers can share a mixer
+        # compiled code ends before the mixer and starts again after it: the mixer's communication is not part of a graph
+        mixer.forward = torch.compiler.disable(_mixing(mixer.forward, slices=slices, attention=attention))
+    forward.task = OfSlices(forward.task, slices)
+    return slices
 
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        return self._engine.forward_backward(self._sliced(step), index=index, loss_scale=loss_scale, measure=measure)
 
-    def _sliced(self, step: Step) -> Step:
-        return step._replace(micro_batches=[self._cut.of(micro_batch) for micro_batch in step.micro_batches])
+def _mixing(mix: Mix, *, slices: Slices, attention: Attention | None) -> Mix:
+    """Wrap a mixer of (B, N, T, E) tensors: callers give this rank's tokens, and it reads the tokens of all ranks."""
 
-    def forward(self, micro_batch: MicroBatch) -> Sums:
-        return self._engine.forward(self._cut.of(micro_batch))
+    def run(*tensors: Tensor) -> Tensor:
+        heads = next((t.shape[1] for t in tensors if t.shape[1] % slices.group.size()), None)
+        if attention == "ulysses" and heads is not None:
+            what = f"ulysses, but parallel.context={slices.group.size()} does not divide the {heads} heads of a mixer"
+            raise Unfit(f"parallel.attention: {what} (ring, or a divisor)")
+        is_by_heads = heads is None and attention != "ring"
+        return by_heads(mix, tensors, slices) if is_by_heads else with_all_keys(mix, tensors, slices)
 
-    def evaluate(self, step: Step) -> Sums:
-        return self._engine.evaluate(self._sliced(step))
+    return run
 
-    def outputs(self, inputs: Tree) -> Tree:
-        raise no_whole_outputs()
 
-    def warm_up(self, step: Step) -> None:
-        self._engine.warm_up(self._sliced(step))
+# --- all tokens of some heads
+
+
+def by_heads(mix: Mix, tensors: tuple[Tensor, ...], slices: Slices) -> Tensor:
+    """Run a mixer on all tokens of some heads. Source: Jacobs et al. 2023, "DeepSpeed Ulysses"."""
+    tokens, size, group = (2, slices.counts), slices.group.size(), slices.group
+    mixed = mix(*(_Exchange.apply(t, (1, [t.shape[1] // size] * size), tokens, group) for t in tensors))
+    return _Exchange.apply(mixed, tokens, (1, [mixed.shape[1]] * size), group)
+
+
+Parts = tuple[int, list[int]]  # how a tensor is cut over the ranks: a dim, and the size of each rank's part
+
+
+class _Exchange(torch.autograd.Function):
+    """The exchange of all heads of some tokens for all tokens of some heads. Its gradient is exchanged back."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, sent: Parts, received: Parts, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature
+        ctx.back = received, sent, group
+        return _exchange(tensor, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def,override]
+        return _exchange(gradient, *ctx.back), None, None, None
+
+
+def _exchange(tensor: Tensor, sent: Parts, received: Parts, group: dist.ProcessGroup) -> Tensor:
+    """Send each rank its part along one dim; join the received parts along another dim."""
+    dim, sizes = received
+    parts = tensor.split(sent[1], dim=sent[0])
+    shape = parts[group.rank()].shape
+    shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
+    flat = torch.cat([part.flatten() for part in parts])
+    counts = [math.prod(shape) for shape in shapes]
+    result = flat.new_empty(sum(counts))
+    dist.all_to_all_single(result, flat, counts, [part.numel() for part in parts], group=group)
+    return torch.cat([part.view(shape) for part, shape in zip(result.split(counts), shapes)], dim=dim)
+
+
+# --- some tokens of all heads
+
+
+def with_all_keys(mix: Mix, tensors: tuple[Tensor, ...], slices: Slices) -> Tensor:
+    """Run a mixer on this rank's tokens, with an attention to the keys and values of all ranks, which are gathered.
+
+    Unfit if it does not call attention once, or with more than causality. Source: Grattafiori et al. 2024, "The Llama 3 Herd
+    of Models", section 3.3.2.
+    """
+    start, stop = slices.span
+    takes_positions = "positions" in inspect.signature(mix).parameters
+    positions = {"positions": torch.arange(start, stop, device=tensors[0].device)} if takes_positions else {}
+    with _Attention(slices) as attention:
+        mixed = mix(*tensors, **positions)
+    if attention.num_calls != 1:
+        what = f"a mixer calls scaled_dot_product_attention {attention.num_calls} times"
+        raise Unfit(f"parallel.attention: ring, but {what}; {ONE_CALL}")
+    return mixed
+
+
+class _Attention(TorchFunctionMode):
+    """A mode in which scaled_dot_product_attention takes this rank's queries, keys and values, and reads those of all ranks."""
+
+    def __init__(self, slices: Slices) -> None:
+        super().__init__()
+        self._slices, self.num_calls = slices, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        self.num_calls += 1
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **how: Any,
+    ) -> Tensor:  # fmt: skip
+        if attn_mask is not None or dropout_p:
+            what = "a mask" if attn_mask is not None else "dropout"
+            raise Unfit(f"parallel.attention: ring, but a mixer's scaled_dot_product_attention has {what} (ulysses)")
+        slices = self._slices
+        keys, values = (
+            gather_rows(t.movedim(2, 0), group=slices.group, counts=slices.counts).movedim(0, 2) for t in (key, value)
+        )
+        num_keys = slices.span[1] if is_causal else keys.shape[2]
+        keys, values = keys[:, :, :num_keys], values[:, :, :num_keys]
+        if not query.shape[2]:  # a rank without tokens takes part in the backward pass of the others
+            return (query @ keys[:, :1].mT) @ values[:, :1]
+        mask = causal_lower_right(query.shape[2], num_keys) if is_causal else None
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, **how)

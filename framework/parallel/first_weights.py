@@ -6,7 +6,7 @@ The other ranks build the model with parameters on the "meta" device, which take
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from framework.distributed.buckets import broadcast_all, buckets_of
 from framework.modules.tensors import local
 from framework.runtime.torch_internals import shard_offsets
-
-Strategy = TypeVar("Strategy", bound=Callable[..., object])
 
 
 @contextmanager
@@ -83,18 +81,10 @@ def put_aside(model: nn.Module) -> None:
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)
     kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items() if first[id(tensor)] == name}
-    numbers = dict[str, Tensor]()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for name in kinds:
-            tensor = named[name]
-            numbers[name] = _to_meta(tensor) if isinstance(tensor, nn.Parameter) else tensor
+    numbers = {name: _to_meta(value) if isinstance(value := named[name], nn.Parameter) else value for name in kinds}
+    if dist.is_initialized() and dist.get_rank() > 0:
+        numbers.clear()
     _ASIDE[model] = _Aside(kinds, {name: first[id(tensor)] for name, tensor in named.items()}, numbers)
-
-
-def fills(strategy: Strategy) -> Strategy:
-    """Mark a strategy that cuts a model without numbers, and then calls `fill`."""
-    strategy.fills = True  # type: ignore[attr-defined]
-    return strategy
 
 
 @torch.no_grad()

@@ -7,21 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.forward import Forward
-from framework.engine.seam import Engine
 from framework.modules.parts import chain_of, units_of
 from framework.modules.tensors import Tree, map_tensors
 from framework.parallel.pipelining.chain import costs_of, cut
-from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import apply_to_own
-
-
-def model_parallel(model: nn.Module, *, world: World, forward: Forward, num_devices: int | None) -> Engine:
-    """Place the model on the devices of this process."""
-    LOGGER.info("parallel=model-parallel: %s", place(model, devices=world.devices, example=forward.example))
-    return DataParallelEngine(model, forward=forward)
 
 
 def place(model: nn.Module, *, devices: Sequence[torch.device], example: Tree | None) -> str:

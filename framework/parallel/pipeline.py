@@ -1,76 +1,38 @@
 """Pipeline parallelism: the model's layers are cut into stages, one or more for each process; micro-batches go through them."""
 
 from collections import Counter
-from typing import Annotated, Literal
+from collections.abc import Mapping
 
-from annotated_types import Ge
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from framework.distributed.world import World
-from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine
+from framework.engine.seam import Demands
 from framework.modules.parts import chain_of
 from framework.modules.trace import traced
-from framework.parallel.first_weights import fills
-from framework.parallel.pipelining.chain import stray_parameters, weighty
-from framework.parallel.pipelining.engine import PipelineEngine
+from framework.parallel.pipelining.chain import Stage, stray_parameters, weighty
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut
-from framework.parallel.pipelining.pipedream import DRAIN_EVERY, PipeDream, pipedream_problems
-from framework.parallel.pipelining.schedules import KINDS, ScheduleName
-from framework.parallel.pipelining.sent import SendDtype
-from framework.parallel.pipelining.times import Balance
-
-
-@fills
-def pipeline(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    pipeline: int | None,
-    schedule: Literal[ScheduleName, "pipedream"],
-    send_dtype: SendDtype = None,
-    balance: Balance = "operations",
-    drain_every: Annotated[int, Ge(1)] | None = None,
-) -> Engine:
-    """Cut the model over all processes. Collective."""
-    mesh = world.mesh(pipeline=pipeline)
-    flushed = "1f1b" if schedule == "pipedream" else schedule
-    engine = PipelineEngine(
-        model, mesh=mesh, world=world, forward=forward, schedule=flushed, send_dtype=send_dtype, balance=balance
-    )
-    if schedule != "pipedream":
-        return engine
-    return PipeDream(engine, world=world, forward=forward, drain_every=drain_every or DRAIN_EVERY)
+from framework.parallel.pipelining.schedules import KINDS
+from framework.parallel.shard import ShardOptions, shard_model
+from framework.parallel.tensor import own_outputs
 
 
 def problems(
-    model: nn.Module,
-    *,
-    demands: Demands,
-    pipeline: int,
-    schedule: str,
-    balance: str = "operations",
-    drain_every: int | None = None,
-    **others: object,
+    model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, balance: str = "operations", **others: object
 ) -> list[str]:
     """Return why this model cannot be cut into so many stages, or why the run cannot use these stages."""
-    found = _cut_problems(model, demands=demands, pipeline=pipeline, schedule=schedule, balance=balance)
-    if schedule != "pipedream":
-        unused = f"drain_every={drain_every}: schedule={schedule} is empty after every step; only pipedream is drained"
-        return [unused, *found] if drain_every is not None else found
-    return found or pipedream_problems(model, demands=demands, drain_every=drain_every or DRAIN_EVERY)
-
-
-def _cut_problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, balance: str) -> list[str]:
     if balance == "time" and traced(model) is None:
         return ["balance=time: runs the model on example inputs, but this dataset does not describe its inputs; take "
                 "balance=operations"]  # fmt: skip
     most_models = "ddp, zero, fsdp and hsdp take most models"
     if demands.own_step:
         return [f"pipeline: runs a model once for each micro-batch, but the task has its own step; {most_models}"]
-    num_stages = pipeline * (1 if schedule == "pipedream" else KINDS[schedule].stages_per_rank)
+    num_stages = pipeline * KINDS[schedule].stages_per_rank
     links = chain_of(model)
+    if links is None and ("shard" in others or "tensor" in others):
+        return [f"{type(model).__name__} does not have chain(), which lists the modules that, one after the other, are its "
+                f"forward: only these can be sharded; {most_models}, ddp+pp some"]  # fmt: skip
     if links is None:
         return _own_forward_problems(model, num_stages=num_stages, most_models=most_models)
     if stray := stray_parameters(model, links):
@@ -85,11 +47,6 @@ def _cut_problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule
     return []
 
 
-def exact_options(*, schedule: str, **options: object) -> dict[str, object] | None:
-    """Return the options with which this strategy computes the same as one process; None for pipedream, which never does."""
-    return None if schedule == "pipedream" else {"schedule": schedule, **options, "send_dtype": None}
-
-
 def _own_forward_problems(model: nn.Module, *, num_stages: int, most_models: str) -> list[str]:
     """Return why a model that does not list its modules cannot be cut at its blocks."""
     try:
@@ -102,3 +59,32 @@ def _own_forward_problems(model: nn.Module, *, num_stages: int, most_models: str
         return [f"pipeline: {num_stages} stages, but {type(model).__name__} has {len(chain.blocks)} block"
                 f"{'s' * (len(chain.blocks) != 1)}; take fewer, or another strategy: {most_models}"]  # fmt: skip
     return []
+
+
+def cut_and_shard(
+    model: nn.Module, stage: Stage, *, styles: Mapping[str, ParallelStyle], tensor: DeviceMesh | None, mesh: DeviceMesh | None,
+    on: torch.device, options: ShardOptions,
+) -> None:  # fmt: skip
+    """Cut the layers of this process's stage that `styles` names over `tensor`, and shard the stage over `mesh`. Collective.
+
+    One link is gathered at a time. Links that share a weight are gathered together with the rest of the stage.
+    """
+    inside = set(stage.modules())
+    weights = {id(p) for p in nn.Module.parameters(stage)}  # a layer of another stage may have these weights too
+    here = {name for name, layer in model.named_modules()
+            if layer in inside or any(id(p) in weights for p in nn.Module.parameters(layer, recurse=False))}  # fmt: skip
+    cut = {name: style for name, style in styles.items() if name in here}
+    if tensor is not None:
+        parallelize_module(model, tensor, cut)
+        own_outputs(model, cut)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # the modules and names of each weight
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    if mesh is not None:
+        shard_model(stage, list(stage.links), mesh=mesh, whole=model, on=on, options=options)
+    for several in places.values():  # a link of another stage stays in the model if it has a name of the weight
+        holder, name = next(((module, name) for module, name in several if module in inside), several[0])
+        for module, alias in several:
+            if module not in inside:
+                setattr(module, alias, getattr(holder, name))

@@ -11,43 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import parallel as styling
 
-from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.forward import Forward
-from framework.engine.seam import Engine
 from framework.modules.parts import own_answer
-from framework.modules.structure import has_dropout
 from framework.modules.trace import traced
-from framework.parallel.first_weights import fill, fills
 from framework.parallel.sequence import applies, sequence_problems, with_sequence
-from framework.parallel.vocabulary import Vocabulary, row_problem, rows_of, stays_cut
+from framework.parallel.vocabulary import Vocabulary, row_problem, rows_of
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_compiler import import_dynamo
 
-import_dynamo()  # as in fsdp.py
+import_dynamo()  # as in shard.py
 
 
-@fills
-def tensor(model: nn.Module, *, world: World, forward: Forward, tensor: int | None, sequence: bool | None) -> Engine:
-    """Cut the model's linear layers over all processes, and with `sequence` the tokens between them. Collective.
-
-    `sequence` None: cut the tokens if the model itself shows that they can be cut.
-    """
-    mesh = world.mesh(tensor=tensor)
-    cut_layers(model, mesh=mesh, sequence=sequence, keeps_cut=stays_cut(forward.task))
-    fill(model, device=world.device)
-    return DataParallelEngine(model, forward=forward, mesh=mesh, is_counted=world.rank == 0, broadcast=world.broadcast)
-
-
-def problems(model: nn.Module, *, tensor: int, sequence: bool | None, **others: object) -> list[str]:
+def problems(model: nn.Module, *, tensor: int, sequence: bool | None) -> list[str]:
     """Return why this model cannot be cut over so many processes."""
     try:
         styles = styles_of(model, num_parts=tensor)
     except ValueError as error:
         return [str(error)]
-    if tensor > 1 and has_dropout(model) and any(isinstance(style, styling.RowwiseParallel) for style in styles.values()):
-        return ["the model has dropout, and its draws between layers cut by columns and by rows would depend on the number "
-                "of processes; set model.dropout=0"]  # fmt: skip
     return sequence_problems(model, styles) if sequence else []
 
 

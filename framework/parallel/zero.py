@@ -1,42 +1,18 @@
-"""ZeRO-1: DistributedDataParallel with the optimizer state divided over the processes."""
+"""ZeRO-1: the optimizer state of replicas is divided over the processes.
+
+torch's ZeroRedundancyOptimizer is not used: it keeps state by position in a partition of the world; here state has the
+parameter's name, for any optimizer. Source: Rajbhandari et al. 2020, "ZeRO", stage 1.
+"""
 
 import torch
-from torch import nn
-from typing_extensions import Unpack
 
 from framework.distributed.buckets import broadcast_all
 from framework.distributed.world import World
-from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine
+from framework.engine.seam import Demands
 from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable, stand_in
-from framework.parallel.ddp import REMEDIES, DDPOptions, replicated
-from framework.parallel.invariant import invariant
-
-__all__ = ["REMEDIES", "problems", "zero"]
 
 
-def zero(
-    model: nn.Module,
-    *,
-    world: World,
-    forward: Forward,
-    replicate: int | None,
-    bitwise: int | None = None,
-    **options: Unpack[DDPOptions],
-) -> Engine:
-    """Replicate the model; each process updates the parameters that it owns and sends them to the others. Collective.
-
-    With `bitwise`, the gradients of micro-batches of that size are summed along a tree. torch's ZeroRedundancyOptimizer is not
-    used: it keeps state by position in a partition of the world; here state has the parameter's name, for any optimizer.
-    Source: Rajbhandari et al. 2020, "ZeRO", stage 1.
-    """
-    if bitwise is not None:
-        return invariant(model, world=world, forward=forward, micro_batch_size=bitwise, make_optimizer=owned(world))
-    mesh = world.mesh(replicate=replicate)
-    return replicated(model, world=world, forward=forward, mesh=mesh, make_optimizer=owned(world), **options)
-
-
-def problems(model: nn.Module, *, demands: Demands, **options: object) -> list[str]:
+def problems(*, demands: Demands) -> list[str]:
     """Refuse an optimizer that replaces the weights by their average: here each optimizer has only a part of the weights."""
     if demands.averages_itself:
         return ["the optimizer averages the weights itself, but in each process it has only a part of them; take ddp or fsdp"]

@@ -38,6 +38,7 @@ from framework.runtime.problem import shown
 
 _SMALL = 2  # processes along an axis
 _MOST = 4  # the largest number of processes
+_FIRST = ("pipeline", "tensor", "context", "expert", "shard", "replicate")  # the axes that cut most of the model come first
 _IDLE_S = 8.0  # all processes wait for each other, and none uses the CPU
 _LIMIT_S = 600.0  # a rehearsal ends before this time
 _TOLERANCE = 1e-6  # in float64: a wrong computation differs by more than a thousandth, rounding by less than 1e-10
@@ -57,8 +58,9 @@ def small_strategy(parallel: Node, *, num_processes: int) -> tuple[Node, int] | 
     if options is None:
         return None
     sizes, count = dict[str, int](), 1
-    for axis, size in reversed(resolve_axes(axes_of(options), world_size=num_processes).items()):
-        sizes[axis] = _SMALL if size > 1 and count * _SMALL <= _MOST else 1  # the innermost axes cut the model
+    asked = resolve_axes(axes_of(options), world_size=num_processes)
+    for axis in sorted(asked, key=_FIRST.index):
+        sizes[axis] = _SMALL if asked[axis] > 1 and count * _SMALL <= _MOST else 1
         count *= sizes[axis]
     return ({"_target_": target, **options, **sizes}, count) if count > 1 else None
 
@@ -117,7 +119,9 @@ def compare(build: Builder) -> list[Finding]:
 
 def _remedies(parallel: Node) -> Sequence[Node]:
     """Return the options that let a strategy run some models which it cannot run without them."""
-    return getattr(inspect.getmodule(locate(parallel["_target_"])), "REMEDIES", ())
+    found = getattr(inspect.getmodule(locate(parallel["_target_"])), "remedies", None)
+    options = {name: value for name, value in parallel.items() if name != "_target_"}
+    return found(**options) if found is not None else ()  # type: ignore[no-any-return]
 
 
 def _others() -> list[tuple[str, Node]]:

@@ -222,7 +222,7 @@ def _check_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num_p
     taken = inspect.signature(strategy).parameters
     if not ({"world", "forward"} <= taken.keys() or any(one.kind is one.VAR_KEYWORD for one in taken.values())):
         what = f"{parallel['_target_']} takes no world and forward"
-        return [Problem("parallel", what, "a strategy, as in framework/parallel/single.py")]
+        return [Problem("parallel", what, "a strategy, as docs/extend.md shows")]
     if demands.bitwise and "bitwise" not in taken:
         what = "bitwise, but this strategy sums in a different order"
         return [Problem("invariance", what, "parallel=single, ddp or zero, or invariance=samples")]

@@ -37,7 +37,7 @@ from framework.runtime.exits import Unfit
 from framework.training.evaluation import totals
 from framework.training.tracking import combined
 
-SINGLE: Node = {"_target_": "framework.parallel.single.single"}
+SINGLE: Node = {"_target_": "framework.parallel.parallelize.parallelize"}
 _TOTAL_STEPS = 100  # of the run, for schedules and parts
 
 

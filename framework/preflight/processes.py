@@ -10,7 +10,6 @@ from framework.config.folders import option_node, options
 from framework.config.launch import LaunchSection
 from framework.config.schema import BackendSection, Node
 from framework.distributed.mesh import MESH_AXES, resolve_axes
-from framework.distributed.mpi import start as mpi
 from framework.runtime.files import open_files
 from framework.runtime.problem import Problem
 
@@ -44,7 +43,7 @@ def with_processes(
     for num_nodes in sorted({counts[0], counts[-1]}):  # a number between them need not fit: see `fitting_nodes`
         if counts != range(1, 2):
             source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
-        problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=_option(parallel))
+        problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=option_of(parallel))
     if not problems and world_size is None:
         problems = _device_problems(launch, parallel, on_gpus=backend.device(device) != "cpu")
     return launch, problems
@@ -68,7 +67,8 @@ def fitting_nodes(launch: LaunchSection, parallel: Node) -> list[int]:
     return [n for n, count in counts.items() if not _mesh_problems(axes, count=count, source="", start="", option="")]
 
 
-def _option(parallel: Node) -> str:
+def option_of(parallel: Node) -> str:
+    """Return the name of the option with this strategy, or else the last part of the strategy's dotted path."""
     target = parallel.get("_target_")
     known = (name for name in options("parallel") if option_node("parallel", name).get("_target_") == target)
     return next(known, str(target).rpartition(".")[2])
@@ -121,25 +121,23 @@ def device_problems(
     """Refuse a backend that does not fit the device, and a device that is missing: no run uses the CPU without a message."""
     if device == "cpu" and backend.name == "nccl":
         return [Problem("device", "cpu, but backend=nccl is for CUDA", "cuda, or backend=gloo")]
-    if device == "cuda" and backend.name == "mpi":
-        return [Problem("device", "cuda, but backend=mpi is for the CPU here", "cpu, or backend=auto")]
     if device == "cuda" and launch.kind == "local" and not _cuda_devices():
         return [Problem("device", "cuda, but PyTorch sees no CUDA device here", "nvidia-smi shows the driver; or device=auto")]
-    if backend.name == "mpi" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
-        import torch  # only for an optional backend
+    if backend.module is not None and backend.name is not None:
+        from framework.distributed.other_backend import refusals  # torch, only for an optional backend
 
-        if torch.__version__ < "2.13":
-            what = f"mpi, which can only sum and broadcast with torch {torch.__version__} (2.13 and later: any message)"
-            return [Problem("backend", what, "gloo, or parallel=ddp, zero or local-sgd")]
+        of_run: dict[str, Any] = {"num_processes": launch.most_processes, "only_sums": _only_sums(parallel, invariance)}
+        lines = refusals(backend.name, module=backend.module, device=device, **of_run)
+        return [Problem.of_line(line) for line in lines]
     if device == "cuda" and backend.name == "gloo" and launch.most_processes > 1 and not _only_sums(parallel, invariance):
         what = "gloo, which can only sum and broadcast CUDA tensors: any other message ends the process"
-        return [Problem("backend", what, "auto, device=cpu, or parallel=ddp, zero or local-sgd")]
+        return [Problem("backend", what, "auto, device=cpu, or parallel=ddp or zero")]
     return []
 
 
 def _only_sums(parallel: Node, invariance: str) -> bool:
     """Return whether the processes send only sums and broadcasts: no parts of tensors, and no messages to one process."""
-    return set(axes_of(parallel)) <= {"replicate"} and invariance != "bitwise" and _option(parallel) != "gossip"
+    return set(axes_of(parallel)) <= {"replicate"} and invariance != "bitwise"
 
 
 def _device_problems(launch: LaunchSection, parallel: Node, *, on_gpus: bool) -> list[Problem]:
@@ -178,14 +176,11 @@ def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Pro
         return _other_backend_problems(backend.name, module=backend.module)
     if backend.name in ("auto", "gloo"):
         return []
-    if backend.name not in ("nccl", "mpi", "ucc"):
-        what = f"{backend.name or 'null'} is not one of auto, gloo, nccl, mpi and ucc"
+    if backend.name not in ("nccl", "ucc"):
+        what = f"{backend.name or 'null'} is not one of auto, gloo, nccl and ucc"
         return [Problem("backend.name", what, "of another package: backend=other backend.name=NAME backend.module=PACKAGE")]
     from torch import distributed
 
-    if backend.name == "mpi":
-        refusal = mpi.refusal(num_processes=launch.most_processes, is_torchs=distributed.is_mpi_available())
-        return [refusal] if refusal is not None else []
     available = {"nccl": distributed.is_nccl_available, "ucc": distributed.is_ucc_available}
     if available[backend.name]():
         is_there = backend.name != "nccl" or launch.kind != "local" or _cuda_devices()
@@ -198,7 +193,7 @@ def _other_backend_problems(name: str | None, *, module: str) -> list[Problem]:
     """Return why the back end of another package cannot be used."""
     from framework.distributed.other_backend import kinds_of_devices
 
-    if name is None or name in ("auto", "gloo", "nccl", "mpi", "ucc"):
+    if name is None or name in ("auto", "gloo", "nccl", "ucc"):
         what = f"{name or 'null'}, but backend.module={module} is another package"
         return [Problem("backend.name", what, "the name under which the package registers its back end")]
     try:

@@ -11,15 +11,7 @@ from framework.checkpoint.file_tensors import stored_tensors
 from framework.config.init_from import entries_of
 from framework.config.launch import LaunchSection
 from framework.config.model_keys import init_problems
-from framework.config.schema import (
-    BackendSection,
-    CheckpointSection,
-    Node,
-    PrecisionSection,
-    PredictSection,
-    RunSection,
-    TrainerSection,
-)
+from framework.config.schema import CheckpointSection, Node, PrecisionSection, PredictSection, RunSection, TrainerSection
 from framework.runtime.objects import is_url, url_problems
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
@@ -73,12 +65,6 @@ def float8_has_its_devices(
         yield Problem("precision", f"float8, but {fault}", "bf16")
     elif "tensor" in parallel:
         yield Problem("precision", "float8, but parallel cuts linear layers, and their scales are for whole layers", "bf16")
-
-
-def mpi_saves_between_steps(backend: BackendSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
-    if backend.name == "mpi" and checkpoint.async_save:
-        what = "true, but over MPI no thread can communicate during a step"
-        yield Problem("checkpoint.async_save", what, "null or false, or backend=gloo")
 
 
 def rollback_has_checkpoints(trainer: TrainerSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
@@ -145,7 +131,7 @@ _LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def ports_are_the_kernels(launch: LaunchSection) -> Iterator[Problem]:
-    """Refuse a port range if gloo, RPC and NCCL would use ports outside of it: they take any port from this host's kernel."""
+    """Refuse a port range if gloo and NCCL would use ports outside of it: they take any port from this host's kernel."""
     ports, kernels = launch.port_range, Path("/proc/sys/net/ipv4/ip_local_port_range")
     if not ports or launch.kind != "local" or not kernels.exists():
         return
@@ -170,7 +156,6 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     bitwise_couples_no_micro_batches,
     statistics_are_over_samples,
     float8_has_its_devices,
-    mpi_saves_between_steps,
     rollback_has_checkpoints,
     weights_come_from_one_place,
     processes_can_share,

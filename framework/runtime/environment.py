@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Environment:
-    """The process's place in the run, from the variables of torchrun or mpirun. The defaults are for a single process."""
+    """The process's place in the run, from the variables of torchrun. The defaults are for a single process."""
 
     rank: int = 0
     local_rank: int = 0
@@ -18,8 +18,8 @@ class Environment:
     local_world_size: int = 1
     first_on_node: int = 0  # the rank whose local_rank is 0 on this node
     attempt: int = 0  # how many times the worker group has been restarted
-    is_launched: bool = False  # torchrun (or any launcher that sets its variables) or mpirun started this process
-    uses_mpi: bool = False  # mpirun started this process, as one of several
+    is_launched: bool = False  # torchrun, or any launcher that sets its variables, started this process
+    is_foreign: bool = False  # a launcher of the group `launchers` did: it ends the other processes when one process ends
     uses_agent_store: bool = False
     master_addr: str = "127.0.0.1"
     master_port: int = 0
@@ -29,11 +29,7 @@ class Environment:
     def read(cls) -> "Environment":
         env = os.environ
         is_torchruns = "RANK" in env and "WORLD_SIZE" in env
-        # only if the process is one of several; Slurm's srun also sets some of MPICH's variables
-        known = _MPIRUNS if "MPI_LOCALNRANKS" in env or "SLURM_STEP_ID" not in env else _MPIRUNS[:1]
-        by_mpirun = [names for names in known if names[0] in env and int(env.get(names[2], "1")) > 1]
-        uses_mpi = bool(by_mpirun) and not is_torchruns
-        rank, local_rank, world_size, local_world_size = by_mpirun[0] if uses_mpi else _TORCHRUN
+        rank, local_rank, world_size, local_world_size = _TORCHRUN
         return cls(
             rank=int(env.get(rank, "0")),
             local_rank=int(env.get(local_rank, "0")),
@@ -41,8 +37,8 @@ class Environment:
             local_world_size=int(env.get(local_world_size, "1")),
             first_on_node=int(env.get(rank, "0")) - int(env.get(local_rank, "0")),  # correct if a node's ranks are consecutive
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            is_launched=uses_mpi or (is_torchruns and {"MASTER_ADDR", "MASTER_PORT"} <= env.keys()),
-            uses_mpi=uses_mpi,
+            is_launched=is_torchruns and {"MASTER_ADDR", "MASTER_PORT"} <= env.keys(),
+            is_foreign=FOREIGN_LAUNCHER in env,
             uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(env.get("MASTER_PORT", "0")),
@@ -63,11 +59,8 @@ def left_over() -> list[str]:
 
 
 LAUNCHER_HAS_CUDA = "STEADFAST_LAUNCHER_HAS_CUDA"
+FOREIGN_LAUNCHER = "STEADFAST_FOREIGN_LAUNCHER"
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_MPIRUNS = [
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH and its derivatives
-]
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,6 @@ def is_lost_peer(error: Exception) -> bool:
 
 _LOST_PEER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo
-    "EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed",  # the transport of rpc
     "remote process exited or there was a network error", "communicator was aborted", "NCCL communicator encountered error",
 )  # fmt: skip
 
@@ -146,7 +145,6 @@ def is_timeout(error: BaseException | None) -> bool:
 _TIMEOUT = (
     "Timed out waiting", "Application timeout caused pair closure",  # gloo; the second is its consequence
     "Timeout waiting for key", "Wait timeout", "wait timeout after",  # the stores
-    "RPC ran for more than set timeout",
     "Watchdog caught collective operation timeout", "milliseconds before timing out",  # the NCCL group
     "launch.timeout_s",  # this framework
 )  # fmt: skip

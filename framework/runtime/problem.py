@@ -62,7 +62,6 @@ _MODULES = {
     "mlflow": ["mlflow"],
     "slurm": ["submitit"],
     "search": ["optuna"],
-    "mpi": ["mpi4py"],
     "export": ["onnx", "onnxscript", "onnxruntime"],
     "float8": ["torchao"],
     "metrics": ["torchmetrics"],

@@ -89,11 +89,6 @@ def same_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set the numbers that `version_of` returns. A backward pass that needs the old tensors then accepts the new ones."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
-
-
 def without_modes() -> AbstractContextManager[None]:
     """Return a context that hides its operations from the active modes, such as a mode that notes writes."""
     return _disable_current_modes()
@@ -151,15 +146,6 @@ def without_buffer_sync() -> dict[str, bool]:
 def set_gradient_sync(wrapper: DistributedDataParallel, is_on: bool) -> None:
     """Set the flag that DDP.no_sync() sets, without a context for each micro-batch."""
     wrapper.require_backward_grad_sync = is_on
-
-
-def rpc_options(*, init_method: str, timeout_s: float, num_threads: int) -> Any:
-    """Return RPC's options without its shared-memory transports: these poll, and use a third of a core per process."""
-    from torch.distributed import rpc
-
-    return rpc.TensorPipeRpcBackendOptions(
-        init_method=init_method, rpc_timeout=timeout_s, num_worker_threads=num_threads, _transports=["uv"], _channels=["basic"]
-    )
 
 
 # --- loader processes

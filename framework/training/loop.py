@@ -16,7 +16,7 @@ from framework.engine.buffers import Buffers
 from framework.engine.seam import Engine, Step, Task
 from framework.engine.sums import Sums, means, weight_of
 from framework.modules.tensors import Tree, gradient_of, map_tensors, whole
-from framework.optim.update import Update
+from framework.optim.update import AveragedWeights, Update
 from framework.randomness import generator_states, set_generator_states
 from framework.training.evaluation import totals
 
@@ -34,6 +34,7 @@ class Loop:
         self.has_row = False  # the current step gets a row of metrics.jsonl
         self.split = ""  # the split that is or was last measured
         self.stopped = ""  # why a part has ended the run
+        self.is_ending = False  # the run is to end after this step: the last step, or stopped by a part or early stopping
         self._world, self._update = world, update
         self._buffers = Buffers(*(module for module in (engine.module, engine.task) if module is not None))
         self._sums: Sums = {}
@@ -82,6 +83,12 @@ class Loop:
     def trained(self) -> dict[str, nn.Parameter]:
         """Return this rank's trained parameters by name."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Return the averaged weights of this rank's trained parameters by name; {} if the run averages none itself."""
+        average = self._update.average
+        found = average.tensors if isinstance(average, AveragedWeights) else {}
+        return {name: found[name] for name in self.trained() if name in found}
 
     def loss(self) -> float:
         """Return the loss of the current step, over the whole global batch, after its gradients are ready. Collective."""

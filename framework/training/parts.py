@@ -18,12 +18,12 @@ from framework.training.guard import Guard
 from framework.training.loop import Loop
 
 MOMENTS = ("begun", "step_begun", "gradients_ready", "step_taken", "row", "evaluated", "saving", "ended")
-ANSWERS = ("batch", "batch_size", "average_share", "observe")  # methods that are called at other times
+ANSWERS = ("batch", "batch_size", "average_share", "observe", "can_save")  # methods that are called at other times
 Blame = Callable[[str], AbstractContextManager[None]]
 
 
 class LoopParts:
-    """A run's parts by name, in their order. Each moment is collective.
+    """A run's parts by name, in their order, and then those of the strategy. Each moment is collective.
 
     A part's random draws at a moment depend on the run's seed, the part's name, the moment and the step. `blame` surrounds each
     call.
@@ -32,9 +32,11 @@ class LoopParts:
     def __init__(
         self, parts: Mapping[str, Any], loop: Loop, guard: Guard, *, blame: Blame = lambda name: nullcontext()
     ) -> None:
-        self.loop, self.by_name, self._guard, self._blame = loop, dict(parts), guard, blame
+        self.loop, self._guard, self._blame = loop, guard, blame
+        self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}}
+        self._may_stop = bool(parts)
         self._shards = {name: p for name, p in loop.trained().items() if hasattr(p, "device_mesh")}
-        self._at = {moment: list(self._having(moment)) for moment in (*MOMENTS, "batch")}
+        self._at = {moment: list(self._having(moment)) for moment in (*MOMENTS, "batch", "can_save")}
         self._each("begun")
 
     def _having(self, method: str) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -103,8 +105,13 @@ class LoopParts:
 
     def agree_on_end(self) -> None:
         """Let every rank know if a part on any rank has stopped the run. Collective."""
-        if self.by_name and self.loop.any(bool(self.loop.stopped)):
+        if self._may_stop and self.loop.any(bool(self.loop.stopped)):
             self.loop.stopped = next(filter(None, self.loop.distinct(self.loop.stopped)))
+
+    def can_save(self, *, is_ending: bool) -> bool:
+        """Return whether a checkpoint can be saved after this step. `is_ending`: the run is to end after it."""
+        self.loop.is_ending = is_ending
+        return all(self._each("can_save"))
 
     def evaluating(self, split: str) -> None:
         """Prepare for the measurement of a split."""

@@ -70,7 +70,7 @@ class Trainer:
         if self.recovery.needs_checkpoint:
             self.commit()
         step, steps = self.begin()
-        is_asked = False
+        is_asked = is_late = False  # whether a stop and a checkpoint wait for a step after which the run can be saved
         while True:
             try:
                 self.take(step)
@@ -82,24 +82,27 @@ class Trainer:
                     self.loss_watch.zero_()
                     step, steps = self.begin()
                     continue
+                self.parts.step_taken()
             self.parts.agree_on_end()
-            can_pause = self.engine.meet(self.progress.step, is_last=self.is_over)
+            can_save = self.parts.can_save(is_ending=self.is_ending)
             if self.is_over or self.is_due(self.plan.settings.eval_every):
                 self.evaluate("val")
-            is_best = can_pause and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
+            is_best = can_save and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
             flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)
             asked_now, save_failed = self.world.agreement.any_flags(*flags, now=has_row)
-            is_asked |= asked_now  # remembered, because a run may not be able to pause after this step
-            preempted = is_asked and can_pause
+            is_asked |= asked_now
+            is_late |= self.is_due(self.plan.checkpoint_every)
+            preempted = is_asked and can_save
             if save_failed:
                 self.saver.settle()
             if self.is_over:
                 self.evaluate("test")
-            is_due = is_best or preempted or self.is_due(self.plan.checkpoint_every)
+            is_due = is_best or preempted or (is_late and can_save)
             if preempted and not self.is_over:
                 is_due = not self.saver.is_short_of_time(self.progress.step, grace_s=self.plan.grace_s)
             if self.is_over or is_due:
                 self.save()
+                is_late = False
             if self.is_over or preempted:
                 self.speed.enter("end")
                 self.saver.finish()
@@ -118,8 +121,11 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        is_stopped = self.tracker.patience.is_exhausted or bool(self.parts.loop.stopped)
-        return self.progress.step >= self.plan.total_steps or is_stopped
+        return self.is_due(None) or (self.is_ending and self.parts.can_save(is_ending=True))
+
+    @property
+    def is_ending(self) -> bool:
+        return self.is_due(None) or self.tracker.patience.is_exhausted or bool(self.parts.loop.stopped)
 
     def is_due(self, every: int | None, *, at: int | None = None) -> bool:
         at = self.progress.step if at is None else at
@@ -140,8 +146,7 @@ class Trainer:
         self.world.at("training", step=progress.step + 1)
         self.speed.enter("forward_backward")
         self.recovery.begin_step()
-        step = self.parts.begin_step(step, has_row=measure)._replace(is_last=progress.step + 1 >= self.plan.total_steps)
-        sums, norms = Sums(), list[Tensor]()
+        step, sums, norms = self.parts.begin_step(step, has_row=measure), Sums(), list[Tensor]()
         for turn in turns:
             more, norm = self.take_turn(turn, step, measure=measure, is_last=turn is turns[-1])
             sums = over_turns(sums, more)
@@ -221,10 +226,7 @@ class Trainer:
         self.recorder.log(row)
 
     def evaluate(self, split: Split) -> None:
-        """Measure every sample of a split once.
-
-        Diverged if the loss is not finite: skipping a batch would not help.
-        """
+        """Measure every sample of a split once. Diverged if the loss is not finite: skipping a batch would not help."""
         self.world.at("evaluation", step=self.progress.step)
         self.speed.enter("evaluation")
         self.parts.evaluating(split)
@@ -280,7 +282,6 @@ class Trainer:
             "monitor": self.tracker.monitored(step=self.progress.step),
             "loss_scale": self.update.loss_scale.state_dict(),
             "facts": self.saver.facts,
-            "measured": self.engine.measured,
             "stopped": self.parts.loop.stopped,
             **self.recorder.state_dict(),
         }
@@ -293,4 +294,3 @@ class Trainer:
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.load_state_dict(state)
-        self.engine.take_up(state.get("measured", {}))

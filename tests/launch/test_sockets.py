@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tests.launch.test_mpi import ALLOWED, MPIRUN, needs_mpi
 
 from framework.distributed.groups import awaited
 from framework.runtime.exits import Interrupted
 from tests.harness import command
-from tests.launch.test_mpi import ALLOWED, MPIRUN, needs_mpi
 from tests.test_loggers import RUN
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.distributed.world import World
-from framework.modules.parts import Choices, experts_of, give_parts
+from framework.modules.parts import experts_of, give_parts
 from framework.modules.tensors import local, whole
 from framework.modules.trace import give_example
 from framework.parallel.expert import cut_experts, problems
-from framework.parallel.routing.part import fault_of
 from models.moe import Experts, MoEGPT
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but, together
 from tests.ranks import on_ranks
@@ -50,7 +48,7 @@ def test_experts_of_transformers_are_found(kind: str, implementation: str) -> No
     model = followed(hf(kind, **FAMILIES[kind], experts_implementation=implementation))
     found = experts_of(model)
     assert [type(module).__name__ for module in found] == [f"{kind}Experts"] * 3
-    assert problems(model, expert=2) == []
+    assert problems(model) == []
 
 
 def moe(**options: Any) -> MoEGPT:
@@ -60,7 +58,7 @@ def moe(**options: Any) -> MoEGPT:
 def test_experts_of_ours_are_found_with_and_without_its_answer() -> None:
     model = followed(moe())
     answered = experts_of(model)
-    assert [type(module) for module in answered] == [Experts, Experts] and problems(model, expert=2) == []
+    assert [type(module) for module in answered] == [Experts, Experts] and problems(model) == []
     model.__class__ = type("Silent", (MoEGPT,), {"experts": None})
     assert experts_of(model) == answered
 
@@ -71,45 +69,15 @@ def test_the_configuration_may_name_experts() -> None:
     assert experts_of(model) == [model.layers[1].experts]
 
 
-class Odd(Experts):
-    """Experts that do not lie apart."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(dim=8, num_experts=4)
-        nn.init.normal_(self.up_XHD)
-        nn.init.normal_(self.down_XDH)
-        self.kind = kind
-        self.num_all = 4
-        self.norm = nn.LayerNorm(8) if kind == "norm" else nn.Identity()
-
-    def forward(self, x_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        if self.kind == "dropout":
-            x_ND = F.dropout(x_ND, 0.5, training=self.training)
-        if self.kind == "coupled":
-            weights_NK = weights_NK.softmax(dim=-1)
-        if self.kind == "counted":
-            x_ND = x_ND * F.one_hot(index_NK, self.num_all)[:, 0, : len(self.up_XHD)].sum(dim=-1, keepdim=True)
-            assert len(self.up_XHD) == self.num_all, "all of them"
-        return super().forward(self.norm(x_ND), index_NK, weights_NK)
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("dropout", "uses random numbers, as dropout does"),
-        ("coupled", "gives other results with some of its experts"),
-        ("counted", "does not run with some of its experts"),
-        ("norm", "not stacked by its experts"),
-    ],
-)
-def test_experts_that_do_not_lie_apart_are_refused(kind: str, why: str) -> None:
-    assert fault_of(Odd("none"), Choices(8, 2)) is None
-    fault = fault_of(Odd(kind), Choices(8, 2))
-    assert fault is not None and why in fault
+def test_experts_with_tensors_that_are_not_stacked_are_refused() -> None:
+    model = moe()
+    experts_of(followed(model))[0].norm = nn.LayerNorm(8)
+    (problem,) = problems(model)
+    assert "not stacked by its experts" in problem
 
 
 def test_a_list_of_experts_is_refused_with_the_cure() -> None:
-    (problem,) = problems(followed(make("nanogpt")), expert=2)
+    (problem,) = problems(followed(make("nanogpt")))
     assert "module of stacked experts" in problem and "model.parts.experts" in problem and "ddp, zero, fsdp" in problem
 
 
@@ -153,7 +121,7 @@ def test_outputs_and_gradients_are_those_of_all_experts(num_experts: int, few: b
 
     def one(world: World) -> Any:
         own = copy.deepcopy(layer)
-        cut_experts(own, mesh=world.mesh(replicate=1, expert=None))
+        cut_experts(own, mesh=world.mesh(expert=None))
         held = {name: len(local(p)) for name, p in own.inner.named_parameters()}
         output = own(*given[world.rank])
         output.square().sum().backward()
@@ -188,7 +156,7 @@ def test_results_have_the_type_that_they_have_on_one_process(tmp_path: Path) -> 
     def one(world: World) -> Any:
         model = torch.nn.Sequential(copy.deepcopy(experts))
         give_parts(model, {"experts": "0"})
-        cut_experts(model, mesh=world.mesh(replicate=1, expert=None))
+        cut_experts(model, mesh=world.mesh(expert=None))
         count = 0 if world.rank == 1 else 5
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = model[0](*(tensor[:count] for tensor in given))
@@ -262,7 +230,7 @@ def test_compiled_blocks_stop_before_the_exchange(tmp_path: Path) -> None:
     tokens = torch.randint(0, 16, (2, 4, 12))
 
     def one(world: World) -> list[float]:
-        cut_experts(model, mesh=world.mesh(replicate=1, expert=None))
+        cut_experts(model, mesh=world.mesh(expert=None))
         for block in model.blocks():
             block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
         loss = model(tokens[world.rank]).square().sum()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.parallel import fsdp
+from framework.parallel import shard
 from framework.training.trainer import Trainer
 from tests.harness import Ended, Says, command, finished, num_operations
 
@@ -103,4 +103,4 @@ def test_a_choice_that_differs_between_processes_ends_the_run_before_the_next_ro
 def test_a_weight_that_is_not_contiguous_is_named() -> None:
     model = nn.Linear(3, 2)
     model.weight = nn.Parameter(torch.randn(3, 2).t())
-    assert fsdp.problems(model) == [Says("the model's weight is not contiguous in memory, which FSDP cannot shard; ...")]
+    assert shard.problems(model) == [Says("the model's weight is not contiguous in memory, which FSDP cannot shard; ...")]

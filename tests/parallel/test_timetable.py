@@ -5,7 +5,6 @@ from typing import get_args
 
 import pytest
 
-from framework.parallel.pipelining.pipedream import DRAIN_EVERY, num_due, order_of_steps
 from framework.parallel.pipelining.schedules import ScheduleName, order_of, owners
 from framework.parallel.pipelining.timetable import Placed, timetable, waiting_in
 
@@ -13,20 +12,19 @@ SIZES = [(1, 3), (2, 2), (2, 7), (3, 1), (4, 8), (4, 12)]
 
 
 def table(name: str, num_ranks: int, num_micro_batches: int) -> dict[int, list[Placed]]:
-    if name == "pipedream":
-        order = order_of_steps(5, num_ranks=num_ranks, num_micro_batches=num_micro_batches, drain_every=DRAIN_EVERY)
-        return timetable(order)
     return timetable(order_of(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches)[0])
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), SIZES)
-@pytest.mark.parametrize("name", [*get_args(ScheduleName), "pipedream"])
+@pytest.mark.parametrize("name", get_args(ScheduleName))
 def test_each_micro_batch_goes_through_each_stage_once_and_nothing_precedes_its_input(
     name: str, num_ranks: int, count: int
 ) -> None:
-    rows = table(name, num_ranks, count)
-    owned = [*range(num_ranks)] if name == "pipedream" else owners(name, num_ranks=num_ranks)
-    total = count * (5 if name == "pipedream" else 1)
+    require_a_whole_pass(table(name, num_ranks, count), owned=owners(name, num_ranks=num_ranks), count=count)
+
+
+def require_a_whole_pass(rows: dict[int, list[Placed]], *, owned: list[int], count: int) -> None:
+    num_ranks = len({*owned})
     assert [*rows] == [*range(num_ranks)]
     done: dict[tuple[str, int, int], Placed] = {}
     for rank, row in rows.items():
@@ -38,7 +36,7 @@ def test_each_micro_batch_goes_through_each_stage_once_and_nothing_precedes_its_
                 assert (kind, action.stage, action.micro_batch) not in done
                 done[kind, action.stage, action.micro_batch] = action
     assert Counter(kind for kind, _, _ in done) == dict.fromkeys(
-        ("FORWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"), len(owned) * total
+        ("FORWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"), len(owned) * count
     )
     for (kind, stage, number), action in done.items():
         needed = {"FORWARD": [("FORWARD", stage - 1, number)] if stage else [],
@@ -65,18 +63,3 @@ def test_1f1b_keeps_no_more_micro_batches_under_way_than_stages_behind_and_gpipe
 def test_two_stages_a_process_and_split_backward_passes_wait_less() -> None:
     plain, interleaved, split = (waiting_in(table(name, 4, 8)) for name in ("1f1b", "interleaved", "zbv"))
     assert split < interleaved < plain
-
-
-def test_pipedream_waits_only_where_it_fills_and_drains() -> None:
-    def waiting(drain_every: int) -> float:
-        order = order_of_steps(40, num_ranks=4, num_micro_batches=1, drain_every=drain_every)
-        return waiting_in(timetable(order))
-
-    assert (
-        waiting(40) < waiting(10) < waiting(1) == pytest.approx(3 / 4)
-    )  # drained in every step it is GPipe of one micro-batch
-
-
-def test_a_stage_of_pipedream_holds_as_many_batches_as_stages_behind_it() -> None:
-    assert [num_due(2, delay=3, is_drained=False), num_due(4, delay=3, is_drained=False)] == [0, 1]
-    assert num_due(3, delay=3, is_drained=True) == 3

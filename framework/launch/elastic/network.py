@@ -12,7 +12,7 @@ from framework.runtime.environment import node_name, variables
 from framework.runtime.lock import process_identity
 from framework.runtime.problem import Problem
 
-_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # variables of gloo, RPC and NCCL
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)

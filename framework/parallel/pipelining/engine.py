@@ -21,21 +21,21 @@ from framework.modules.tensors import Tree, by_mesh, local, whole
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.optim.update import Average, gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
-from framework.parallel.pipelining.overlap import OverlappedSums
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
 from framework.parallel.pipelining.sent import SendDtype, Sent
 from framework.parallel.pipelining.times import Balance, agreed_spans
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_stages import around_last_backward, greet_others_only
+from framework.runtime.torch_stages import greet_others_only
 
 
 class PipelineEngine(Engine):
     """The Engine of a model with layers on the processes of the mesh's `pipeline` axis.
 
-    Along a `replicate` axis, every pipeline has its own samples, and this engine sums their gradients. Along a `shard` axis,
-    every pipeline has its own samples too, but the stages, wrapped by `shard_stage`, sum their gradients themselves. Processes
-    along a `tensor` axis work on the same samples.
+    Several pipelines can have other samples, or other tokens (`slice` returns those of this rank). Their processes with the
+    same stages are `same_stages`; this engine sums their gradients over `summed_over`, if it is given. `cut_stage` cuts or
+    shards a stage before it is filled; a sharded stage sums its gradients itself. Of the processes that compute the same with
+    the same samples, one has `is_counted`.
     """
 
     trail = 0  # its messages between stages would not match if ranks ran other things
@@ -48,20 +48,22 @@ class PipelineEngine(Engine):
         world: World,
         forward: Forward,
         schedule: str,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        is_counted: bool = True,
         send_dtype: SendDtype = None,
         balance: Balance = "operations",
-        shard_stage: Callable[[Stage], None] | None = None,
+        cut_stage: Callable[[Stage], None] | None = None,
+        same_stages: dist.ProcessGroup | None = None,
+        summed_over: dist.ProcessGroup | None = None,
+        slice: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
         self._chain = chain_for(model)
-        axes = mesh.mesh_dim_names or ()
         self.module, self.task, self.observers = model, forward.module, forward.observers
         self.mesh: DeviceMesh | None = mesh
-        self._group = mesh.get_group("pipeline")
-        self._data = next((mesh.get_group(axis) for axis in ("replicate", "shard") if axis in axes), None)
-        self.dp_rank = self._data.rank() if self._data else 0
-        self.dp_size = self._data.size() if self._data else 1
-        self._is_sharded = shard_stage is not None
-        self._is_counted = "tensor" not in axes or mesh.get_local_rank("tensor") == 0
+        self.dp_rank, self.dp_size, self._is_counted = dp_rank, dp_size, is_counted
+        self._group, self._same, self._summed_over = mesh.get_group("pipeline"), same_stages, summed_over
+        self._slice = slice
         self._rank, self._size = self._group.rank(), self._group.size()
         self._world, self._forward, self._schedule = world, forward, schedule
         self._dtype = next(nn.Module.parameters(model)).dtype
@@ -73,10 +75,10 @@ class PipelineEngine(Engine):
         self.stages = self._chain.keep_own(self._spans, own=own, device=world.device)
         for number, stage in self.stages.items():
             stage.forward = partial(self._run_stage, stage, number)
-            if shard_stage is not None:
-                shard_stage(stage)
+            if cut_stage is not None:
+                cut_stage(stage)
         self._chain.fill(list(self.stages.values()), device=world.device)
-        send = self._broadcast if self._data else None
+        send = self._broadcast if self._same else None
         self._buffers = {
             number: Buffers(model, among=self._chain.buffers(stage, self._spans[number]), broadcast=send)
             for number, stage in self.stages.items()
@@ -88,7 +90,6 @@ class PipelineEngine(Engine):
         self._index, self._turn = 0, ""
         self._parameters = [p for p in nn.Module.parameters(model) if p.requires_grad]
         self._shared = shared_weights(model, mesh=mesh)
-        self._sums = self._overlapped_sums() if self._data is not None and not self._is_sharded else None
 
     # --- one stage of one micro-batch
 
@@ -134,37 +135,25 @@ class PipelineEngine(Engine):
         for buffers in self._buffers.values():
             buffers.end_step()
 
+    def _sliced(self, step: Step) -> Step:
+        return step if self._slice is None else step._replace(micro_batches=[self._slice(m) for m in step.micro_batches])
+
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        step = self._sliced(step)
         self.begin_step(step, index=index)
         sums = self.zeros(step.micro_batches[0], measure=measure)
         scale = loss_scale / step.num_samples
-        *earlier, last = _passes(step)
-        for micro_batches in earlier:
+        for micro_batches in _passes(step):
             self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
-        self._pass(last, scale=scale, sums=sums, measure=measure, is_last=True)
-        if self._sums is not None:  # before the buffers: some pipelines have begun these sums in the pass, and others have not
-            self._sums.finish()
         self.end_step()
         for parameter, group in self._shared:
             if parameter.requires_grad:
                 dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
-        if self._sums is not None:
-            sum_all((gradient_or_zeros(p) for p in self._summed_last), group=self._data)
+        if self._summed_over is not None:
+            sum_all((local(gradient_or_zeros(p)) for p in self._parameters), group=self._summed_over)
         return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
 
-    def _overlapped_sums(self) -> OverlappedSums:
-        """Return the object that sums the gradients of the stages; weights on several processes of a pipeline come later."""
-        assert self._data is not None
-        shared = {id(parameter) for parameter, _ in self._shared}
-        stages = {number: [p for p in nn.Module.parameters(stage) if p.requires_grad and id(p) not in shared]
-                  for number, stage in self.stages.items()}  # fmt: skip
-        early = {id(parameter) for parameters in stages.values() for parameter in parameters}
-        self._summed_last = [p for p in self._parameters if id(p) not in early]
-        return OverlappedSums(stages, group=self._data)
-
-    def _pass(
-        self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool, is_last: bool = False
-    ) -> None:
+    def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool) -> None:
         def loss_of(outputs: Tree, micro_batch: MicroBatch) -> Tensor:
             loss, more = self._forward.measured(outputs, micro_batch, measure=measure)
             if not micro_batch.is_padding:
@@ -179,8 +168,6 @@ class PipelineEngine(Engine):
         self._waiting = {number: list(micro_batches) for number in self.stages}
         if held:
             self.module.zero_grad()
-        if is_last and self._sums is not None:
-            self._sums.begin(early=not held)
         try:
             # the first stage takes its inputs, and the last its targets, from `_waiting`, because torch would cut only tensors
             schedule.step(target=torch.empty(len(micro_batches)), return_outputs=False)
@@ -201,8 +188,6 @@ class PipelineEngine(Engine):
                 where = (number, self._num_stages, self._world.device)
                 stages.append(PipelineStage(stage, *where, input_args=tuple(given), output_args=made, group=self._group))
                 greet_others_only(stages[-1], rank=self._rank)
-                if self._sums is not None:
-                    around_last_backward(stages[-1], partial(self._sums.last_backward, number))
             count = len(micro_batches)
             schedule, asked = make_schedule(self._schedule, stages, num_micro_batches=count)
             if self._world.rank == 0 and not self._schedules:
@@ -228,6 +213,7 @@ class PipelineEngine(Engine):
 
     def forward(self, micro_batch: MicroBatch) -> Sums:
         """Run the stages one after the other, each on its process. Collective."""
+        micro_batch = micro_batch if self._slice is None else self._slice(micro_batch)
         sent = self.sent.like(micro_batch.inputs)
         self._waiting, self._evaluated = {}, micro_batch
         self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
@@ -273,15 +259,15 @@ class PipelineEngine(Engine):
         return norm
 
     def sync_buffers(self) -> None:
-        if self._data is not None:
+        if self._same is not None:
             self._broadcast([tensor for buffers in self._buffers.values() for tensor in buffers.tensors])
         for buffers in self._buffers.values():
             buffers.synchronised()
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors with the tensors of the process in the first pipeline that has the same stages. Collective."""
-        assert self._data is not None
-        broadcast_all({dist.get_global_rank(self._data, 0): tensors}, group=self._data)
+        assert self._same is not None
+        broadcast_all({dist.get_global_rank(self._same, 0): tensors}, group=self._same)
 
     def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         return build(trained or stand_in(self._world.device))  # a stage may have only frozen weights

@@ -1,0 +1,1 @@
+"""Compressed gradients for DistributedDataParallel, as communication hooks."""

@@ -1,0 +1,1 @@
+"""Processes that train alone between averages: local SGD, DiLoCo and gossip."""

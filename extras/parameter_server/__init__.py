@@ -1,0 +1,1 @@
+"""The parameter server: the synchronous mode and the asynchronous mode."""

@@ -1,0 +1,1 @@
+"""PipeDream: a pipeline that is not flushed between steps."""

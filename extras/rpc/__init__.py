@@ -1,0 +1,1 @@
+"""Remote procedure calls among the processes of a run (torch.distributed.rpc)."""

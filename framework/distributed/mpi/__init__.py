@@ -1,1 +1,0 @@
-"""A process group over MPI, for torch builds without MPI."""

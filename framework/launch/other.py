@@ -1,0 +1,16 @@
+"""Launchers that start all processes of a run themselves, and do not set torchrun's variables: the group `launchers`."""
+
+from typing import Any
+
+from framework.config.folders import option_node, options
+from framework.config.targets import component
+from framework.runtime.environment import Environment
+
+
+def other_launcher() -> Any | None:
+    """Return the launcher that has started this process as one of several. None for torchrun, and for a single process."""
+    environment = Environment.read()
+    if environment.is_launched and not environment.is_foreign:
+        return None
+    launchers = (component(option_node("launchers", name))() for name in options("launchers"))
+    return next((launcher for launcher in launchers if launcher.started()), None)

@@ -1,1 +1,0 @@
-"""The exchange of tokens with experts on other processes."""

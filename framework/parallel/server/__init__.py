@@ -1,1 +1,0 @@
-"""The parameter server: remote calls, the synchronous mode and the asynchronous mode."""
