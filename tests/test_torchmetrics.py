@@ -105,14 +105,15 @@ def test_only_rank_0_receives_the_states_and_all_ranks_have_its_values() -> None
 
     metrics = Metrics({"auroc": MulticlassAUROC(num_classes=3)}, pairs=lambda outputs, targets: (outputs, targets),
                       device=torch.device("cpu"), seed=0)  # fmt: skip
-    world: Any = SimpleNamespace(agreement=OnRank1(None))
+    group: Any = SimpleNamespace(rank=lambda: 1)
+    world: Any = SimpleNamespace(agreement=OnRank1(group))
     sent: list[Any] = []
     theirs: Any = ({"auroc": 0.75}, None)
     for _ in range(2):
         metrics.observe(torch.rand(8, 3).softmax(1), MicroBatch(0, torch.zeros(8), torch.arange(8) % 3, 8, 0))
         assert metrics.compute(world=world) == {"auroc": 0.75}
     assert [len(state.lists["preds"][0][1]) for value in sent for state in value["auroc"]] == [1, 1]  # it has forgotten
-    theirs = ({}, Unfit("metric.auroc: its value cannot be computed"))
+    theirs = (None, Unfit("metric.auroc: its value cannot be computed"))
     with pytest.raises(Unfit, match="auroc"):
         metrics.compute(world=world)
 

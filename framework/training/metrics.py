@@ -102,18 +102,11 @@ class Metrics:
         if not self.by_name:
             return {}
         everyone = world.agreement.to_rank_0({name: [part.state() for part in parts] for name, parts in self._parts.items()})
-        columns, fault = dict[str, Any](), None
-        try:
-            columns = self._values(everyone) if everyone else columns
-        except Unfit as error:  # raised below, on every rank
-            fault = error
+        columns = world.agreement.computed_by_rank_0(lambda: self._values(everyone))
         for name, metric in self.by_name.items():
             for part in self._parts[name]:
                 part.forget()
             metric.reset()
-        columns, fault = world.agreement.from_rank_0((columns, fault))
-        if fault is not None:
-            raise fault
         return columns
 
     def _values(self, everyone: list[dict[str, list[_State]]]) -> dict[str, Any]:
