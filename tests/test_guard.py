@@ -49,7 +49,7 @@ class Twice(Agreement):
         super().__init__(None)
         self.factor = factor
 
-    def judged(self, value: Any, judge: Any) -> Any:
+    def decide_on_rank_0(self, value: Any, judge: Any) -> Any:
         fault, sketches = value
         theirs = {name: [norm * self.factor, total] for name, (norm, total) in sketches.items()}
         return judge({0: value, 1: (fault, theirs)})

@@ -68,7 +68,7 @@ def restore(path: Path, kept: PlainState, held: TrainingState, *, world: World) 
     module, optimizer = held.module, held.optimizer
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-    world.agreement.together(lambda: read_regions(path, inventory, chunks_of(targets)), what=f"{path} could not be read")
+    world.agreement.all_or_fail(lambda: read_regions(path, inventory, chunks_of(targets)), what=f"{path} could not be read")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     # a parameter of a rank that updates nothing (optim.stand_in) has no name
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}

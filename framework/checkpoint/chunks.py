@@ -54,7 +54,7 @@ class WritePlan:
         if self.world.agreement.any(held.keys() != self._held):
             self._held = set(held)
             table = {chunk: part.numel() * part.element_size() for chunk, part in held.items()}
-            self._mine = {chunk.name for chunk in self.world.agreement.dealt(table, deal)}
+            self._mine = {chunk.name for chunk in self.world.agreement.scatter_plan(table, deal)}
         return {name: tensor for name, tensor in tensors.items() if name in self._mine}
 
 

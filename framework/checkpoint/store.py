@@ -48,7 +48,7 @@ class CheckpointStore:
         agreement, what = self.world.agreement, f"checkpoint of step {step} not written"
         try:
             agreement.on_rank_0(lambda: self._clear(staging), what=what)
-            written = agreement.together(lambda: self._write(staging, tensors), what=what)
+            written = agreement.all_or_fail(lambda: self._write(staging, tensors), what=what)
             files = agreement.to_rank_0(written)
             agreement.on_rank_0(lambda: self._commit(staging, target, files, state), what=what)
         except DiskFailed:

@@ -67,9 +67,9 @@ class Agreement:
         Collective. The result is in rank order. Values are plain data without sets; their texts are compared, and
         the numbers of arrays and tensors. If all values are equal, the ranks exchange 32 bytes each.
         """
-        return self.judged(value, lambda found: found)
+        return self.decide_on_rank_0(value, lambda found: found)
 
-    def judged(self, value: Any, judge: Callable[[dict[int, Any]], _Result]) -> _Result:
+    def decide_on_rank_0(self, value: Any, judge: Callable[[dict[int, Any]], _Result]) -> _Result:
         """Return the result of `judge` for the values that `distinct` would return, on every rank. Collective.
 
         If the ranks differ, the other ranks receive only the result, not the values. An error of `judge` is raised on every
@@ -115,7 +115,7 @@ class Agreement:
         dist.gather(padded, parts, dst=0, group=self.group)
         return [unpacked_object(part) for part in parts or []]
 
-    def dealt(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
+    def scatter_plan(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
         """Return this rank's item of the result of `deal`, which rank 0 calls with every rank's `value`, in rank order.
 
         Collective. The other ranks have only their own value and their own item in memory.
@@ -149,7 +149,7 @@ class Agreement:
 
         return self.computed_by_rank_0(act)
 
-    def together(self, action: Callable[[], _Result], *, what: str) -> _Result:
+    def all_or_fail(self, action: Callable[[], _Result], *, what: str) -> _Result:
         """Run `action`, which uses the disk, on every rank, and return this rank's result when all ranks are done. Collective.
 
         If `action` raises OSError or Invalid on any rank, raise DiskFailed on every rank; its message says that `what` failed.

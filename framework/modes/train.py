@@ -199,7 +199,7 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
     with trainer.update.averaged():  # the evaluated weights are the final weights
         weights = gathered(state_of(module), world=world)
         write = partial(_write_weights, weights, directory, world=world, metadata=metadata)
-        world.agreement.together(write, what="the results not written")
+        world.agreement.all_or_fail(write, what="the results not written")
 
     def draw() -> None:
         restarts, title = directory.read_summary().get("continued_at", []), f"{build.config.name}/{run.id}"

@@ -37,10 +37,10 @@ def test_64_processes_agree(tmp_path: Path) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return world.rank
 
-        said = [agreement.from_rank_0(f"from {world.rank}"), agreement.dealt(world.rank, lambda ranks: ranks[::-1])]
+        said = [agreement.from_rank_0(f"from {world.rank}"), agreement.scatter_plan(world.rank, lambda ranks: ranks[::-1])]
         said.append(agreement.sum(torch.tensor([float(world.rank)])).item())
         with pytest.raises(DiskFailed) as failed:
-            agreement.together(write, what="not written")
+            agreement.all_or_fail(write, what="not written")
         said.append(str(failed.value))
         agreement.any_flags(world.rank == 40, False)
         said.append(agreement.any_flags(False, False))
