@@ -8,10 +8,10 @@ from framework.distributed.hang.board import Board, RankSlot, RankState
 from framework.distributed.hang.diagnose import RankReport, frames, judge, own_frame
 
 
-def seen(rank: int, num_beats: int, *, since: float = 0.0) -> RankReport:
+def seen(rank: int, num_beats: int, *, beat_at: float = 0.0) -> RankReport:
     """A rank that waits in the part of the program that began with this heartbeat."""
     step, phase = 1 + num_beats // 2, ("logging", "training")[num_beats % 2]
-    return RankReport(RankSlot(rank, rank, 100 + rank, RankState.TIMED_OUT, since, num_beats, step, phase), "", "")
+    return RankReport(RankSlot(rank, rank, 100 + rank, RankState.TIMED_OUT, 9.0, beat_at, num_beats, step, phase), "", "")
 
 
 def verdict(*ranks: RankReport) -> str:
@@ -26,7 +26,7 @@ def test_of_waiting_ranks_the_one_that_is_ahead_has_left_out_a_collective() -> N
 
 
 def test_of_ranks_that_wait_in_the_same_part_of_a_step_none_is_certain() -> None:
-    said = verdict(seen(0, 9, since=5.0), seen(1, 9, since=4.0))
+    said = verdict(seen(0, 9, beat_at=5.0), seen(1, 9, beat_at=4.0))
     assert said.startswith("rank 1 probably hangs, because its heartbeat is the oldest, but it is not known"), said
 
 

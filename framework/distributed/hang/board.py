@@ -15,7 +15,7 @@ DUMP = signal.SIGRTMIN + 7  # makes a rank write its stacks; it is not a signal 
 
 _STACK_BYTES = 1 << 21  # enough for 100 threads of 100 frames each, which is faulthandler's limit
 _VERDICT_BYTES = 1 << 16
-_SLOT = struct.Struct("=iiqdqq16s")  # the fields of RankSlot after the first
+_SLOT = struct.Struct("=iiqddqq16s")  # the fields of RankSlot after the first
 
 
 class RankState(IntEnum):
@@ -35,7 +35,8 @@ class RankSlot(NamedTuple):
     rank: int
     pid: int
     state: RankState
-    since: float  # of its latest beat or report: seconds of the monotonic clock, which a machine's processes share
+    since: float  # of its report: seconds of the monotonic clock, which a machine's processes share; 0 without a report
+    beat_at: float  # of its latest heartbeat, or its start
     num_beats: int
     step: int
     phase: str
@@ -80,11 +81,11 @@ class BoardView:
 
     def slot(self, local_rank: int) -> RankSlot:
         fields = _SLOT.unpack(os.pread(self._descriptor, _SLOT.size, local_rank * _SLOT.size))
-        rank, pid, state, since, num_beats, step, phase = fields
+        rank, pid, state, since, beat_at, num_beats, step, phase = fields
         if state == RankState.ABSENT:  # an absent rank's slot is empty; launchers number a node's ranks without a gap
             rank = self._first_rank + local_rank
         text = phase.rstrip(b"\0").decode()
-        return RankSlot(local_rank, rank, pid, RankState(state), since, num_beats, step, text)
+        return RankSlot(local_rank, rank, pid, RankState(state), since, beat_at, num_beats, step, text)
 
     def stack(self, local_rank: int) -> str:
         """Return the stack that a rank has written so far."""
@@ -124,7 +125,7 @@ class Board(BoardView):
         self._stack = open(path, "r+b", buffering=0)
         self._stack.seek(_stack_at(local_rank, num_local))
         faulthandler.register(DUMP, file=self._stack, all_threads=True)
-        self.mine = RankSlot(local_rank, rank, os.getpid(), RankState.RUNNING, time.monotonic(), 0, 0, "")
+        self.mine = RankSlot(local_rank, rank, os.getpid(), RankState.RUNNING, 0.0, time.monotonic(), 0, 0, "")
         self._write()
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ class Board(BoardView):
 
     def beat(self, phase: str, *, step: int) -> None:
         """Record that this rank starts `phase` (at most 16 characters) of a step."""
-        self.mine = self.mine._replace(since=time.monotonic(), num_beats=self.mine.num_beats + 1, step=step, phase=phase)
+        self.mine = self.mine._replace(beat_at=time.monotonic(), num_beats=self.mine.num_beats + 1, step=step, phase=phase)
         self._write()
 
     def report(self, state: RankState, *, stack: str) -> None:

@@ -78,7 +78,7 @@ def _left_out(seen: Sequence[RankReport]) -> str:
     if len(seen) > 1 and by_beats[-1].slot.num_beats > by_beats[-2].slot.num_beats:
         first = by_beats[-1].slot
         return f"rank {first.rank} hangs: it is ahead of the others, {first.place}, so it has left out a collective before"
-    last = min(seen, key=lambda one: (one.slot.num_beats, one.slot.since)).slot
+    last = min(seen, key=lambda one: (one.slot.num_beats, one.slot.beat_at)).slot
     return f"rank {last.rank} probably hangs, because its heartbeat is the oldest, but it is not known which rank is wrong"
 
 
