@@ -105,7 +105,6 @@ class SavedState(Plain):
     kept: PlainState
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers
     rows: SavedRows | None = None
-    measured: dict[Word, Annotated[int, Field(ge=1, lt=2**31)]] = {}  # measured at the run's start; the run continues with it
     stopped: Word = ""  # the reason why a part has ended the run
 
 

@@ -334,7 +334,6 @@ VALUES: dict[str, Any] = {
     "patience.num_bad": [-1, "x"],
     "patience": [None],
     "loss_scale.value": [float("inf"), 0.0, "x"],
-    "measured": [[], {"bucket_cap_mb": 0}, {"bucket_cap_mb": "25"}],
     "facts": [[], {"num_samples": []}, {"optimizer": "\x1b[2J"}, {"\ud800": 1}],
     "record_id": [1, "../x-00000000", "x-00000000\n", "x-1"],
     "unknown": [1],
