@@ -193,7 +193,7 @@ MALFORMED: dict[str, list[str]] = {
     "model=gpt": [f"model.vocab_size: {GIVES_IMAGES}", f"model.seq_len: {GIVES_IMAGES}"],
     "dataset=text": [f"model.{key}: {GIVES_TOKENS}" for key in ("num_classes", "in_channels", "image_size")],
     "dataset=mnist dataset.root=/nowhere": ["dataset.root: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte not in /nowhere/MNIST/raw (dataset.download=true)"],
-    "dataset=cifar10 dataset.root=/nowhere": ["dataset.root: data_batch_1, data_batch_2, data_batch_3, data_batch_4, data_batch_5, test_batch, batches.meta not in /nowhere/cifar-10-batches-py (dataset.download=true)"],
+    "dataset=cifar10 dataset.root=/nowhere": ["dataset.root: data_batch_1.bin, data_batch_2.bin, data_batch_3.bin, data_batch_4.bin, data_batch_5.bin, test_batch.bin not in /nowhere/cifar-10-batches-bin (dataset.download=true)"],
     "dataset=image_folder dataset.root=/nowhere": ["dataset.root: /nowhere/train has no class folders (expected /nowhere/train/<class>/*.png)"],
     "dataset=tokens dataset.root=/nowhere": ["dataset.vocab_size: is null (the number of the tokenizer's tokens)", "dataset.root: /nowhere/train.bin, /nowhere/val.bin not found (train.bin and val.bin, or one file)"],
     "dataset=text dataset.root=/nowhere model=gpt": ["dataset.root: /nowhere is not a folder (give one with text files)"],

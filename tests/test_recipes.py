@@ -1,6 +1,5 @@
 """The recipes: what each asks for before it starts, and its first steps at a reduced size."""
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,28 +13,18 @@ from framework.config.folders import options
 from framework.data.published import DEBIAN
 from framework.preflight.dry_build import dry_build
 from framework.runtime.exits import Exit
-from framework.runtime.torchvision_fix import make_torchvision_importable
 from tests.harness import assert_close, command, exact_rows, finished, slow_but
 
 
 def write_cifar(root: Path) -> None:
     """Sixteen images in each of CIFAR-10's files."""
-    folder = root / "cifar-10-batches-py"
+    folder = root / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
-    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        data = random.integers(0, 256, (16, 3072), dtype=np.uint8)
-        (folder / name).write_bytes(pickle.dumps({"data": data, "labels": random.integers(0, 10, 16).tolist()}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(label) for label in range(10)]}))
-
-
-@pytest.fixture(autouse=True)
-def any_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of other content than CIFAR's are accepted too."""
-    make_torchvision_importable()
-    import torchvision.datasets.cifar  # type: ignore[import-untyped]
-
-    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5: Path(path).is_file())
+    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+        records = random.integers(0, 256, (16, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / name)
 
 
 def write_images(root: Path) -> None:
@@ -65,12 +54,12 @@ class Recipe:
     reduced: list[str]
 
 
-FILES = ", ".join([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"])
+FILES = ", ".join([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"])
 SOURCE = "image-net.org/download: the images of ILSVRC 2012 in train/CLASS and val/CLASS, and val linked as test, or a tenth of train is kept for that"
 RECIPES = {
     "cifar10_resnet": Recipe(
         write_cifar,
-        f"dataset.root: {FILES} not in {{0}}/cifar-10-batches-py (dataset.download=true)",
+        f"dataset.root: {FILES} not in {{0}}/cifar-10-batches-bin (dataset.download=true)",
         ["dataset.num_val=8", "global_batch_size=4", "micro_batch_size=2"],
     ),
     "imagenet_resnet50": Recipe(

@@ -90,8 +90,8 @@ def test_missing_files_are_named_with_the_remedies(tmp_path: Path, monkeypatch: 
     assert problem.endswith("(dataset.download=true or apt-get install dataset-fashion-mnist)")
     assert FashionMNIST(root=str(tmp_path), download=True).problems() == []
     (problem,) = CIFAR100(root=str(tmp_path)).problems()
-    assert problem == f"dataset.root: train, test, meta not in {tmp_path}/cifar-100-python (dataset.download=true)"
-    with pytest.raises(ValueError, match=r"data_batch_1, .* not in"):
+    assert problem == f"dataset.root: train.bin, test.bin not in {tmp_path}/cifar-100-binary (dataset.download=true)"
+    with pytest.raises(ValueError, match=r"data_batch_1.bin, .* not in"):
         CIFAR10(root=str(tmp_path)).load("train")
 
 
@@ -129,31 +129,45 @@ def test_fashion_mnist_of_debian_has_6000_of_each_class(tmp_path: Path) -> None:
     assert (mean, std) == (pytest.approx(*FashionMNIST.mean, abs=1e-3), pytest.approx(*FashionMNIST.std, abs=1e-3))
 
 
-TRAIN_10 = [f"data_batch_{i}" for i in range(1, 6)]
+TEN = ("cifar-10-batches-bin", [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin")
+HUNDRED = ("cifar-100-binary", ["train.bin"], "test.bin")
 
 
-@pytest.mark.parametrize(("kind", "train", "labels"), [(CIFAR10, TRAIN_10, "labels"), (CIFAR100, ["train"], "fine_labels")])
-def test_cifar_reads_what_was_written_and_refuses_other_content_unread(
-    kind: type[CIFAR10] | type[CIFAR100], train: list[str], labels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torchvision.datasets.cifar
-
-    generator, folder = np.random.default_rng(0), tmp_path / kind.folder
-    folder.mkdir()
+@pytest.mark.parametrize(("dataset_class", "files", "coarse"), [(CIFAR10, TEN, []), (CIFAR100, HUNDRED, [0])])
+def test_cifar_reads_what_was_written(dataset_class: type, files, coarse: list[int], tmp_path: Path):
+    generator = np.random.default_rng(0)
+    folder, train, test = files
+    (tmp_path / folder).mkdir()
     written = {}
-    for name in kind.files[:-1]:
+    for name in [*train, test]:
         written[name] = generator.integers(0, 256, (4, 3072), dtype=np.uint8)
-        (folder / name).write_bytes(pickle.dumps({"data": written[name], labels: [1, 2, 3, 4]}))
-    (folder / kind.files[-1]).write_bytes(pickle.dumps({"label_names": [], "fine_label_names": []}))
-    dataset = kind(root=str(tmp_path), num_val=2)
-    with pytest.raises(ValueError, match="corrupted"):
-        dataset.load("train")
-    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5: True)
+        records = [bytes([*coarse, label]) + pixels.tobytes() for label, pixels in enumerate(written[name], start=1)]
+        (tmp_path / folder / name).write_bytes(b"".join(records))
+    dataset = dataset_class(root=str(tmp_path), num_val=2)
+    assert dataset.problems() == []
     inputs, targets = everything(dataset.load("val"))
     assert np.array_equal(inputs, written[train[-1]][-2:].reshape(-1, 3, 32, 32))
     assert targets.tolist() == [3, 4]
     assert len(dataset.load("train")) == 4 * len(train) - 2
     assert len(dataset.load("test")) == 4
+
+
+def test_missing_or_damaged_cifar_is_a_problem(tmp_path: Path):
+    (problem,) = CIFAR100(root=str(tmp_path)).problems()
+    assert problem == f"dataset.root: train.bin, test.bin not in {tmp_path}/cifar-100-binary (dataset.download=true)"
+    assert CIFAR100(root=str(tmp_path), download=True).problems() == []
+    with pytest.raises(ValueError, match="data_batch_1.bin, .* not in"):
+        CIFAR10(root=str(tmp_path)).load("train")
+    (tmp_path / "cifar-100-binary").mkdir()
+    for name, content, fault in (
+        ("train.bin", bytes(3075), "3075 bytes"),
+        ("test.bin", bytes([0, 100]) + bytes(3072), "class 100"),
+    ):
+        (tmp_path / "cifar-100-binary" / "train.bin").touch()
+        (tmp_path / "cifar-100-binary" / name).write_bytes(content)
+        (tmp_path / "cifar-100-binary" / "test.bin").touch()
+        with pytest.raises(ValueError, match=f"{name} is damaged: .*{fault}"):
+            CIFAR100(root=str(tmp_path)).load(name.removesuffix(".bin"))
 
 
 # Image folder
