@@ -963,54 +963,6 @@ class Later(Net):
         return x
 
 
-class LateEntry(Later):
-    """One entry of a dictionary is overwritten each time, another counts, later."""
-
-    def make(self) -> None:
-        self.stats: dict[str, float] = {}
-
-    def middle(self, x: Tensor) -> Tensor:
-        self.stats["last"] = float(x.detach().mean()) if x.device.type != "meta" else 0.0
-        return super().middle(x)
-
-    def later(self, x: Tensor) -> Tensor:
-        self.stats["n"] = self.stats.get("n", 0) + 1
-        return x / (1 + self.stats["n"])
-
-
-class LateThreshold(Later):
-    """In an evaluation after some steps it changes."""
-
-    def make(self) -> None:
-        self.threshold = 1.0
-
-    def later(self, x: Tensor) -> Tensor:
-        self.threshold = self.threshold if self.training else 0.5
-        return x * self.threshold
-
-
-class LateData(Later):
-    """Writes into a tensor in a list, past what torch counts."""
-
-    def make(self) -> None:
-        self.hidden = [torch.ones(12)]
-
-    def later(self, x: Tensor) -> Tensor:
-        self.hidden[0].data.mul_(0.9)
-        return x * self.hidden[0].to(x)
-
-
-class LateTable(Later):
-    """Writes into a large array."""
-
-    def make(self) -> None:
-        self.table = np.ones((2**15, 12))
-
-    def later(self, x: Tensor) -> Tensor:
-        self.table *= 0.9
-        return x * torch.from_numpy(self.table[0]).to(x)
-
-
 class LaterBuffer(Later):
     """Registers a buffer."""
 
@@ -1044,25 +996,6 @@ class LateTeacher(Later):
         if self.training:
             self.teacher.weight.data.mul_(0.9)
         return x + self.teacher(x)
-
-
-class Retells(Later):
-    """Honest: what it keeps does not change after its first steps, or is in a buffer."""
-
-    def make(self) -> None:
-        self.register_buffer("mean", torch.zeros(12))
-        self.newest: list[Tensor] = []
-
-    def later(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
-        return x
-
-    def middle(self, x: Tensor) -> Tensor:
-        self.newest = [x.detach()]
-        return super().middle(x)
-
-
-# --- counters where they are hard to see
 
 
 def _count(store: dict[str, int], module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -35,6 +35,14 @@ import_dynamo()
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the fork
 
 _FORK = multiprocessing.get_context("fork")
+
+
+def num_operations(group: Any) -> int:
+    """Return how many operations this rank has started on a gloo group."""
+    count: int = group._get_sequence_number_for_group()
+    return count
+
+
 _COMPOSED = set[tuple[str, ...]]()
 
 

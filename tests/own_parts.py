@@ -279,29 +279,6 @@ class StateOfRank:
         self.norm = state["norm"]
 
 
-class BeginsLate:
-    """Counts from the fifth step on, which matters, and says nothing of it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @torch.no_grad()
-    def step_taken(self, loop: Any) -> None:
-        self.count += loop.step >= 5
-        for parameter in loop.trained().values():
-            parameter.mul_(1 - 1e-3 * self.count)
-
-
-class DeclaredLate(BeginsLate):
-    """The same, and says so; under another name, and as another type."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"so_far": [self.count]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        (self.count,) = state["so_far"]
-
-
 class OnOneRankLate:
     """From the fifth step on, rank 0 has other weights."""
 

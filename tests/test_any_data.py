@@ -112,7 +112,7 @@ def json_line(folder: Path) -> list[str]:
     for number, size in enumerate((9, 4, 17)):
         rows = [{"x": [float((number + i) % 4)] * 12, "y": (number + i) % 4} for i in range(size)]
         (folder / f"train-{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return [*shards_line("JsonLines", folder / "train-*.jsonl"), "dataset.inputs=x", "dataset.targets=y"]
+    return [*shards_line("Tables", folder / "train-*.jsonl"), "dataset.inputs=x", "dataset.targets=y"]
 
 
 def shards_line(kind: str, files: Path) -> list[str]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from framework.checkpoint.canonical import Held, restore, state_tensors
-from framework.checkpoint.state import Kept
+from framework.checkpoint.canonical import TrainingState, restore, state_tensors
+from framework.checkpoint.state import PlainState
 from framework.checkpoint.store import CheckpointStore
 from framework.config.folders import CONF, options
 from framework.distributed.world import World
@@ -70,7 +70,7 @@ def note_state(path: Path) -> Callable[[], None]:
             write(tensors, self.world)
             return original(self, step, tensors, state)
 
-        def restore_and_write(path: Path, kept: Kept, held: Held, *, world: World) -> None:
+        def restore_and_write(path: Path, kept: PlainState, held: TrainingState, *, world: World) -> None:
             restore(path, kept, held, world=world)
             write(state_tensors(held), world)
             CheckpointStore.save = original  # type: ignore[method-assign]  # what was restored is what counts
@@ -192,11 +192,11 @@ def test_a_resume_takes_work_in_proportion_to_the_number_of_parameters(tmp_path:
         optimizer = torch.optim.Adam(module.parameters())
         sum(parameter.sum() for parameter in module).backward()
         optimizer.step()
-        held, world = Held(module, optimizer, None, None, None), World.alone()
+        held, world = TrainingState(module, optimizer, None, None, None), World.alone()
         store = CheckpointStore(tmp_path / str(count), world=world, keep_last=1, keep_best=0, mode="min")
         store.save(1, state_tensors(held), {})
         (path,) = store.directory.iterdir()
-        return lines_run(lambda: restore(path, Kept(), held, world=world))
+        return lines_run(lambda: restore(path, PlainState(), held, world=world))
 
     few, many = resumed(20), resumed(80)
     assert many < 4.5 * few, (few, many)

@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 from extras.mpi import mpi
 from extras.mpi.tests.test_mpi import ALLOWED
 from framework.config.compose import compose_line
-from framework.data import fashion_mnist
+from framework.data.published import DEBIAN
 from tests.harness import Ended, files_below, slow_but, typed, wait_for
 from tests.launch.test_slurm import MISSING, ask, cluster  # noqa: F401  # a fixture
 from tests.pages import PAGES, ROOT, Command, blocks, commands, files, project, with_ids
@@ -149,7 +149,7 @@ def prepared(command: Command, folder: Path) -> Path:
     """Return a copy of the project with what the command needs: data, and the runs that it names. Skip where it cannot be had."""
     if command.line.startswith("mpirun") and mpi.is_missing():
         pytest.skip(f"no MPI here: {mpi.INSTALL}")
-    if "fashion_mnist" in command.line and not fashion_mnist.DEBIAN.is_dir():
+    if "fashion_mnist" in command.line and not DEBIAN.is_dir():
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
     folder = project(folder)
     for name, recipe in RECIPES.items():

@@ -289,24 +289,22 @@ def the_agreements(act: Act) -> None:
 
 
 LEFT_OUT = [
-    ("ddp 2", 1, the_gradients, (), "default process"),
-    pytest.param("ddp 3", 0, the_agreements, (), "control", marks=pytest.mark.slow),
-    pytest.param("fsdp 2", 0, the_norm, (), "default process", marks=pytest.mark.slow),
-    pytest.param("ddp 3", 2, the_gradients, ("trainer.log_every=100",), "default process", marks=pytest.mark.slow),
-    pytest.param("fsdp 3", 1, the_agreements, (), "control", marks=pytest.mark.slow),
+    ("ddp 2", 1, the_gradients, ()),
+    pytest.param("ddp 3", 0, the_agreements, (), marks=pytest.mark.slow),
+    pytest.param("fsdp 2", 0, the_norm, (), marks=pytest.mark.slow),
+    pytest.param("ddp 3", 2, the_gradients, ("trainer.log_every=100",), marks=pytest.mark.slow),
+    pytest.param("fsdp 3", 1, the_agreements, (), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "rank", "what", "options", "group"), LEFT_OUT)
+@pytest.mark.parametrize(("strategy", "rank", "what", "options"), LEFT_OUT)
 def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_continues(
-    strategy: str, rank: int, what: Callable[[Act], None], options: tuple[str, ...], group: str,
+    strategy: str, rank: int, what: Callable[[Act], None], options: tuple[str, ...],
     whole: Callable[[str], Ended], tmp_path: Path,
 ) -> None:  # fmt: skip
     ended, elapsed_s = hang(strategy, rank, leave_out, what, folder=tmp_path, options=options)
     check(ended, elapsed_s, rank=rank, stacks=dict.fromkeys(range(int(strategy[-1])), "fit"))
-    part = "logging" if what is the_agreements else "training"
-    said = rf"rank {rank} hangs: in step {AT + 1} \({part}\) it has started \d+ collectives on the {group} group, but "
-    assert re.match(said, ended.summary["error"]), ended.summary["error"]
+    assert ended.summary["error"].startswith(f"rank {rank} hangs: it is ahead of the others, in step ")
     if not options:
         assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
 

@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import framework.runs.mirror
 from framework.checkpoint import manifest
-from framework.checkpoint.hashed import digest
+from framework.checkpoint.format import digest
 from framework.runs.directory import RunDirectory
 from framework.runs.mirror import Mirror
 from framework.runs.mirror_upload import MirrorTaken, Upload

@@ -424,20 +424,6 @@ def test_a_part_that_acts_only_now_and_then_is_named_before_the_start(part: str,
     assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
 
 
-@pytest.mark.slow
-def test_state_that_begins_late_is_warned_of_once_unless_it_is_declared(tmp_path: Path) -> None:
-    line = [*RUN, *MODELS["gpt, tied"], *own("BeginsLate", "DeclaredLate"), "rehearse=true", "checkpoint.every=1"]
-    ended = finished(*line, root=tmp_path / "runs")
-    late = [line for line in ended.output.splitlines() if "for the first time" in line]
-    assert len(late) == 1 and late[0] == Says(LATE), ended.output
-
-
-LATE = (
-    "[rank 0] WARNING: part.beginslate.count has changed for the first time since the start, and no checkpoint holds it: if "
-    "anything depends on it, a continued run computes different results (docs/extend.md)"
-)
-
-
 @pytest.mark.parametrize(("strategy", "rehearse"), slow_but([("fsdp", "false"), ("ddp", "false")], [("fsdp", "false"), ("fsdp", "true"), ("tensor", "false"), ("ddp", "false")], unpack=True))  # fmt: skip
 def test_new_data_of_a_weight_is_taken_or_refused_by_name(strategy: str, rehearse: str, one: One, tmp_path: Path) -> None:  # noqa: F811
     line = [*GPT, *own("Shrinks")]

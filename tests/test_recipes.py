@@ -10,7 +10,7 @@ from PIL import Image
 
 from framework.cli.run import checked_line
 from framework.config.folders import options
-from framework.data.fashion_mnist import DEBIAN
+from framework.data.published import DEBIAN
 from framework.preflight.dry_build import dry_build
 from framework.runtime.exits import Exit
 from tests.harness import assert_close, command, exact_rows, finished, slow_but

@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from framework.distributed.agreement import Agreement
+from framework.engine.seam import MicroBatch
+from framework.runtime.exits import Unfit
 from framework.runtime.torchvision_fix import watch_for_torchvision
 from framework.tasks.classification import Classification
+from framework.training.metrics import Metrics
 from tests.harness import Ended, Says, assert_same_bits, checked, command, finished, slow_but
 from tests.test_evaluate import evaluated
 from tests.test_resume import after_step, crash
@@ -17,6 +22,7 @@ from tests.test_resume import after_step, crash
 watch_for_torchvision()
 
 from torchmetrics import Metric  # noqa: E402  # it imports torchvision
+from torchmetrics.classification import MulticlassAUROC  # noqa: E402
 from torchmetrics.functional import auroc, f1_score  # noqa: E402
 
 CLASSES = 5
@@ -81,6 +87,35 @@ def test_values_do_not_depend_on_the_number_of_processes(strategy: str, one: End
     for row, other in zip(found, expected):
         for name, value in row.items():
             assert torch.tensor(value).allclose(torch.tensor(other[name]), rtol=1e-12, atol=0), name
+
+
+def test_only_rank_0_receives_the_states_and_all_ranks_have_its_values() -> None:
+    class OnRank1(Agreement):
+        """Another rank is rank 0, and has computed this."""
+
+        def gather(self, value: Any) -> list[Any]:
+            raise AssertionError("a collective that sends every rank's value to every rank")
+
+        def to_rank_0(self, value: Any) -> list[Any]:
+            sent.append(value)
+            return []
+
+        def from_rank_0(self, value: Any) -> Any:
+            return theirs
+
+    metrics = Metrics({"auroc": MulticlassAUROC(num_classes=3)}, pairs=lambda outputs, targets: (outputs, targets),
+                      device=torch.device("cpu"), seed=0)  # fmt: skip
+    group: Any = SimpleNamespace(rank=lambda: 1)
+    world: Any = SimpleNamespace(agreement=OnRank1(group))
+    sent: list[Any] = []
+    theirs: Any = ({"auroc": 0.75}, None)
+    for _ in range(2):
+        metrics.observe(torch.rand(8, 3).softmax(1), MicroBatch(0, torch.zeros(8), torch.arange(8) % 3, 8, 0))
+        assert metrics.compute(world=world) == {"auroc": 0.75}
+    assert [len(state.lists["preds"][0][1]) for value in sent for state in value["auroc"]] == [1, 1]  # it has forgotten
+    theirs = (None, Unfit("metric.auroc: its value cannot be computed"))
+    with pytest.raises(Unfit, match="auroc"):
+        metrics.compute(world=world)
 
 
 @pytest.mark.slow

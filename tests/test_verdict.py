@@ -4,70 +4,45 @@ import faulthandler
 import threading
 from pathlib import Path
 
-from framework.distributed.hang.board import Beat, Board, RankSlot, RankState
+from framework.distributed.hang.board import Board, RankSlot, RankState
 from framework.distributed.hang.diagnose import RankReport, frames, judge, own_frame
 
-USUAL = {"training": (4, 1), "logging": (0, 1)}  # collectives of a step's parts, on both groups
 
-
-def seen(rank: int, parts: list[str], *, begun: tuple[int, int] = (0, 0), odd: dict[int, int] | None = None) -> RankReport:
-    """A rank that has gone through these parts of the program, and begun so many collectives in the last.
-
-    `odd`: how many it has started on the default group where that was unusual, by the part's number.
-    """
-    beats, totals = [], (0, 0)
-    for number, part in enumerate(parts):
-        beats.append(Beat(number, 1 + number // 2, part, totals))
-        made = ((odd or {}).get(number, USUAL[part][0]), USUAL[part][1]) if number < len(parts) - 1 else begun
-        totals = (totals[0] + made[0], totals[1] + made[1])
-    return RankReport(RankSlot(rank, rank, 100 + rank, RankState.TIMED_OUT, 0.0, totals, tuple(beats)), "", "")
+def seen(rank: int, num_beats: int, *, beat_at: float = 0.0) -> RankReport:
+    """A rank that waits in the part of the program that began with this heartbeat."""
+    step, phase = 1 + num_beats // 2, ("logging", "training")[num_beats % 2]
+    return RankReport(RankSlot(rank, rank, 100 + rank, RankState.TIMED_OUT, 9.0, beat_at, num_beats, step, phase), "", "")
 
 
 def verdict(*ranks: RankReport) -> str:
     return judge(ranks, timeout_s=3.0, spans_nodes=False)
 
 
-STEPS = ["training", "logging"] * 4  # the beats 0 to 7
+def test_of_waiting_ranks_the_one_that_is_ahead_has_left_out_a_collective() -> None:
+    for ahead in range(3):
+        said = verdict(*(seen(rank, 10 if rank == ahead else 9) for rank in range(3)))
+        assert said.startswith(f"rank {ahead} hangs: it is ahead of the others, in step 6 (logging), so it has left out a "
+                               "collective before; all have waited"), said  # fmt: skip
 
 
-def test_who_has_begun_less_than_before_in_the_same_part_has_left_one_out() -> None:
-    said = verdict(seen(0, [*STEPS, "training"], begun=(4, 0)), seen(1, [*STEPS, "training", "logging"], odd={8: 3}))
-    assert said.startswith("rank 1 hangs: in step 5 (training) it has started 3 collectives on the default process group, "
-                           "but 4 are expected; all have waited"), said  # fmt: skip
-
-
-def test_who_has_begun_more_than_before_is_named_and_not_the_one_that_went_on() -> None:
-    said = verdict(seen(0, [*STEPS, "training"], begun=(5, 0)), seen(1, [*STEPS, "training", "logging"], begun=(0, 1)))
-    assert said.startswith("rank 0 hangs: in step 5 (training) it has started 5 collectives"), said
-
-
-def test_what_was_left_out_some_parts_ago_is_found() -> None:
-    said = verdict(seen(0, [*STEPS, "training"], begun=(4, 0)), seen(1, [*STEPS, "training", "logging"], odd={4: 3}))
-    assert said.startswith("rank 1 hangs: in step 3 (training) it has started 3 collectives"), said
-
-
-def test_ranks_of_a_pipeline_are_not_measured_by_each_other() -> None:
-    last_stage = seen(
-        1, [*STEPS, "training"], begun=(2, 0), odd=dict.fromkeys(range(0, 8, 2), 2) | dict.fromkeys(range(1, 8, 2), 1)
-    )
-    said = verdict(seen(0, [*STEPS, "training"], begun=(1, 0)), last_stage)
-    assert "probably hangs" in said and "it is not known which rank is wrong" in said
+def test_of_ranks_that_wait_in_the_same_part_of_a_step_none_is_certain() -> None:
+    said = verdict(seen(0, 9, beat_at=5.0), seen(1, 9, beat_at=4.0))
+    assert said.startswith("rank 1 probably hangs, because its heartbeat is the oldest, but it is not known"), said
 
 
 def test_where_no_rank_of_the_node_hangs_another_nodes_are_said_to_be_missing() -> None:
-    said = judge([seen(2, STEPS), seen(3, STEPS)], timeout_s=3.0, spans_nodes=True)
+    said = judge([seen(2, 8), seen(3, 8)], timeout_s=3.0, spans_nodes=True)
     assert said.startswith(
         "no rank of this node hangs, and all have waited launch.timeout_s=3 seconds for ranks of another node: rank 2"
     )
 
 
-def test_a_board_tells_the_latest_beats_of_the_others(tmp_path: Path) -> None:
+def test_a_board_tells_the_latest_beat_of_the_others(tmp_path: Path) -> None:
     mine, others = (Board(tmp_path / "board", rank=4 + n, local_rank=n, num_local=3) for n in range(2))
     for step in range(200):
-        others.beat("training", step=step, collectives=(2 * step, step))
+        others.beat("training", step=step)
     place = mine.slot(1)
-    assert (place.rank, place.state, place.collectives) == (5, RankState.RUNNING, (398, 199))
-    assert [beat.step for beat in place.beats] == list(range(136, 200))
+    assert (place.rank, place.state, place.num_beats, place.place) == (5, RankState.RUNNING, 200, "in step 199 (training)")
     assert (mine.slot(2).rank, mine.slot(2).state) == (6, RankState.ABSENT)
     assert mine.try_lead() and not others.try_lead()
     mine.post("rank 5")

@@ -19,7 +19,6 @@ from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
-from framework.config.code import own_modules
 from framework.config.init_from import entries_of
 from framework.config.schema import RunConfig
 from framework.config.targets import component, locate
@@ -225,7 +224,7 @@ class Builder:
         trained = trainable(engine.module, hidden=hidden)
         update = self.update(engine, trained, total_steps=plan.total_steps, epochs_before=order.epochs_before)
         update.require_steps(plan.total_steps)
-        facts = order.facts | store_facts(config.dataset) | {"optimizer": config.optimizer["_target_"]}
+        facts = {"num_samples": order.num_samples} | store_facts(config.dataset) | {"optimizer": config.optimizer["_target_"]}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
             world=world,
@@ -257,12 +256,7 @@ class Builder:
         )  # fmt: skip
         parts = components.loop_parts(self.config.part)
         engine.observers += [part.observe for part in parts.values() if hasattr(part, "observe")]
-        holders: dict[str, Any] = {}
-        if self.config.rehearse:
-            holders = {"model": engine.module, "task": self.task, "optimizer": update.optimizer}
-            holders |= {f"part.{name}": part for name, part in parts.items()}
-        own = own_modules(self.config.targets()) if holders else ()
-        guard = Guard(holders, module=engine.module, world=self.world, own=own, without=[loop, engine, self.world])
+        guard = Guard(engine.module, world=self.world, watches_frozen=self.config.rehearse and not parts)
         return LoopParts(parts, loop, guard, blame=blame)
 
     def update(

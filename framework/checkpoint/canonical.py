@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from framework.checkpoint.held import Held
-from framework.checkpoint.kept import Kept, give_back
+from framework.checkpoint.chunks import chunks_of
+from framework.checkpoint.format import Inventory, inventory_of, read_regions
 from framework.checkpoint.manifest import read_manifest
-from framework.checkpoint.shard_file import Inventory, inventory_of, read_tensors
-from framework.checkpoint.state import STATE
-from framework.checkpoint.tensors import stored_chunks
+from framework.checkpoint.plain_state import PlainState, restore_plain
+from framework.checkpoint.training_state import TrainingState
 from framework.distributed.world import World
 from framework.modules.tensors import whole_like
 
 
-def state_tensors(held: Held) -> dict[str, Tensor]:
+def state_tensors(held: TrainingState) -> dict[str, Tensor]:
     """Return this rank's `model/NAME`, `optimizer/NAME/KEY`, `average/NAME`, `task/NAME`, `part/NAME/KEY` (plain or DTensor).
 
     The optimizer's state is read here by parameter name. torch's get_state_dict is not used: without a state it takes fake
@@ -33,7 +32,7 @@ def state_tensors(held: Held) -> dict[str, Tensor]:
     return tensors
 
 
-def _tensors_but_optimizer(held: Held) -> dict[str, Tensor]:
+def _tensors_but_optimizer(held: TrainingState) -> dict[str, Tensor]:
     averages = held.average.tensors if held.average is not None else {}
     of_task = held.task.state_dict(keep_vars=True) if held.task is not None else {}
     buffers = {name: value for name, value in of_task.items() if not isinstance(value, nn.Parameter)}
@@ -57,10 +56,10 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _inventory(path: Path) -> Inventory:
     """Return a verified checkpoint's tensors."""
-    return inventory_of(stored_chunks(path, sorted(read_manifest(path).keys() - {STATE})))
+    return inventory_of(path, sorted(read_manifest(path)))
 
 
-def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
+def restore(path: Path, kept: PlainState, held: TrainingState, *, world: World) -> None:
     """Load a verified checkpoint, and the plain values in `kept`, into the run's objects. Reshard if necessary. Collective.
 
     Raise ValueError, on every rank and before any change, if the names, shapes or dtypes do not match the model's.
@@ -69,15 +68,15 @@ def restore(path: Path, kept: Kept, held: Held, *, world: World) -> None:
     module, optimizer = held.module, held.optimizer
     states = _optimizer_targets(inventory, module, optimizer)
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-    world.agreement.together(lambda: read_tensors(path, inventory, targets), what=f"{path} could not be read")
+    world.agreement.all_or_fail(lambda: read_regions(path, inventory, chunks_of(targets)), what=f"{path} could not be read")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     # a parameter of a rank that updates nothing (optim.stand_in) has no name
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
     load_states(optimizer, state)
-    give_back(kept, held, late={name.removeprefix("part/"): tensor for name, tensor in fresh.items()})
+    restore_plain(kept, held, late={name.removeprefix("part/"): tensor for name, tensor in fresh.items()})
 
 
-def misfit(path: Path, held: Held, *, world: World) -> str | None:
+def misfit(path: Path, held: TrainingState, *, world: World) -> str | None:
     """Return why a verified checkpoint does not fit the run's objects, or None. Collective. This changes nothing."""
     try:
         _matched(path, held, world=world)
@@ -86,7 +85,7 @@ def misfit(path: Path, held: Held, *, world: World) -> str | None:
     return None
 
 
-def _matched(path: Path, held: Held, *, world: World) -> tuple[Inventory, dict[str, Tensor], dict[str, Tensor]]:
+def _matched(path: Path, held: TrainingState, *, world: World) -> tuple[Inventory, dict[str, Tensor], dict[str, Tensor]]:
     """Return a checkpoint's inventory, its target tensors (without the optimizer's), and the new tensors among them.
 
     Collective. Raise ValueError, on every rank, if checkpoint and targets do not match.
@@ -151,7 +150,7 @@ def load_evaluated(path: Path, *, module: nn.Module) -> None:
     targets = model_tensors(module)
     if fault := _fault(weights, targets, everywhere=set(targets), is_fit=_casts):
         raise ValueError(fault)
-    read_tensors(path, inventory, {averages.get(name, name): value for name, value in targets.items()})
+    read_regions(path, inventory, chunks_of({averages.get(name, name): value for name, value in targets.items()}))
 
 
 def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:

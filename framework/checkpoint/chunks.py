@@ -19,6 +19,10 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def ends(self) -> list[int]:
+        return [offset + size for offset, size in zip(self.offsets, self.sizes)]
+
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "Chunk":
         """Return the place of this rank's part of a tensor (plain or DTensor)."""
@@ -50,7 +54,7 @@ class WritePlan:
         if self.world.agreement.any(held.keys() != self._held):
             self._held = set(held)
             table = {chunk: part.numel() * part.element_size() for chunk, part in held.items()}
-            self._mine = {chunk.name for chunk in self.world.agreement.dealt(table, deal)}
+            self._mine = {chunk.name for chunk in self.world.agreement.scatter_plan(table, deal)}
         return {name: tensor for name, tensor in tensors.items() if name in self._mine}
 
 

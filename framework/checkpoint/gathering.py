@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from framework.checkpoint.shard_file import Kinds
+from framework.checkpoint.format import Kinds
 from framework.distributed.world import World
 from framework.modules.tensors import whole
 
@@ -38,7 +38,7 @@ def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
                 senders.setdefault(name, rank)
         return [{name for name, sender in senders.items() if sender == rank} for rank in range(len(tables))]
 
-    sent = world.agreement.dealt(dict(kinds), deal)
+    sent = world.agreement.scatter_plan(dict(kinds), deal)
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))  # the same order for all names and for a subset
 
     def stream() -> Iterator[Tensor]:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from framework.checkpoint.hashed import digest
-from framework.checkpoint.state import STATE, Natural, checked_state
-from framework.runtime.files import checksum, flush_directory, write_atomically
+from framework.checkpoint.format import digest
+from framework.checkpoint.state import Natural, checked_state
+from framework.runtime.files import flush_directory, write_atomically
 from framework.runtime.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
 from framework.runtime.problem import shown
 
@@ -33,19 +33,6 @@ class _Manifest(Plain):
     files: dict[Annotated[str, Field(pattern=r"^shard-\d+\.safetensors$")], _Entry]
     state: dict[str, Any]
     xxh3_128: str  # of all other fields
-
-
-class _OldEntry(Plain):
-    size: Natural
-    blake2b: str = Field(pattern="^[0-9a-f]{128}$")
-
-
-class _OldManifest(Plain):
-    """A manifest of format 1, which can still be read. Its state was in a separate file."""
-
-    format: Literal[1]
-    step: Natural
-    files: dict[Annotated[str, Field(pattern=r"^(state\.json|shard-\d+-model-\d+-of-\d+\.safetensors)$")], _OldEntry]
 
 
 def directory_name(step: int) -> str:
@@ -73,9 +60,7 @@ def commit(directory: Path, *, target: Path, files: dict[str, Any], state: dict[
 
 
 def manifest_text(content: dict[str, Any]) -> str:
-    """Return a manifest's text. In format 2, the text contains its own checksum."""
-    if content["format"] == 1:
-        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+    """Return a manifest's text, which contains its own checksum."""
     content = {name: value for name, value in content.items() if name != "xxh3_128"}
     own = xxh3_128_hexdigest(json.dumps(content).encode())
     return json.dumps(content | {"xxh3_128": own}, indent=1) + "\n"
@@ -85,19 +70,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return {file name: size and checksum}. Check everything except the files' contents and the state. Raise Invalid.
 
     A manifest proves that nothing has changed since it was written. It does not prove who wrote it. The checks here, in
-    `state` and in `tensors` also work for a directory that was made to do harm.
+    `state` and in `format` also work for a directory that was made to do harm.
     """
     require_directory(path)
     content = _content(path)
     try:
-        model = _OldManifest if content.get("format") == 1 else _Manifest
-        manifest = model.model_validate(content)
+        manifest = _Manifest.model_validate(content)
     except ValidationError as error:
         raise Invalid(f"{MANIFEST} is damaged: {first_fault(error)}") from None
     if manifest.step != step_of(path):
         raise Invalid(f"{MANIFEST} is of step {manifest.step}")
     present = {entry.name for entry in path.iterdir()} - {MANIFEST}
-    if missing := sorted({*([STATE] if model is _OldManifest else []), *manifest.files} - present):
+    if missing := sorted(manifest.files.keys() - present):
         raise Invalid(f"{missing[0]} is missing")
     if unknown := sorted(present - manifest.files.keys()):
         raise Invalid(f"{shown(unknown[0])} is not in the manifest")
@@ -113,21 +97,20 @@ def _content(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise Invalid(f"no readable {MANIFEST} ({type(error).__name__})") from None
     # the framework's own manifest is exactly the text that it would write again, so any flipped bit is found
-    if not isinstance(content, dict) or "format" not in content or text != manifest_text(content):
+    if not isinstance(content, dict) or text != manifest_text(content):
         raise Invalid(f"{MANIFEST} is damaged")
     return content
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return a checkpoint's plain state. Raise Invalid if it does not have the form that a run writes."""
-    content = _content(path)
-    return checked_state(content["state"] if "state" in content else read_json(path / STATE)[1])
+    return checked_state(_content(path).get("state"))
 
 
 def verify_file(path: Path, entry: dict[str, Any]) -> None:
     """Check one file against its manifest entry. Raise Invalid if they differ."""
     try:
-        actual = digest(path) if "blake2b" not in entry else dict(zip(("size", "blake2b"), checksum(path)))
+        actual = digest(path)
     except OSError as error:
         raise Invalid(f"{path.name} cannot be read ({error.strerror})") from None
     if actual != entry:

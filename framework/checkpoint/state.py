@@ -8,7 +8,6 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_v
 
 from framework.runtime.plain import Invalid, Plain, first_fault
 
-STATE = "state.json"  # in a checkpoint of format 1; format 2 has the state in the manifest
 RECORD_ID = re.compile(r"[0-9a-z]{1,40}-[0-9a-f]{8}")  # it becomes part of file names
 
 
@@ -77,7 +76,7 @@ class SavedGroup(Plain):
     values: dict[str, Any]  # values that the optimizer has changed
 
 
-class Kept(Plain):
+class PlainState(Plain):
     """A run's state besides tensors, by the names of parameters and modules: so it fits any strategy."""
 
     numbers: dict[str, dict[str, Any]] = {}  # from the optimizer's state, by parameter
@@ -103,17 +102,15 @@ class SavedState(Plain):
     patience: SavedPatience
     loss_scale: SavedLossScale
     facts: dict[Word, Word | int | float | bool | None]
-    kept: Kept = Kept()
+    kept: PlainState
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers
     rows: SavedRows | None = None
-    num_rows: Natural | None = None  # an earlier version wrote this instead of `rows`
-    measured: dict[Word, Annotated[int, Field(ge=1, lt=2**31)]] = {}  # measured at the run's start; the run continues with it
     stopped: Word = ""  # the reason why a part has ended the run
 
 
-def kept_of(state: dict[str, Any]) -> Kept:
-    """Return the plain values in a checkpoint's state. They are empty if an earlier version wrote the checkpoint."""
-    return Kept.model_validate(state.get("kept", {}))
+def stored_plain_state(state: dict[str, Any]) -> PlainState:
+    """Return the plain values in a checkpoint's state."""
+    return PlainState.model_validate(state["kept"])
 
 
 def checked_state(state: Any) -> dict[str, Any]:

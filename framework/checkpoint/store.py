@@ -10,9 +10,7 @@ from torch import Tensor
 
 from framework.checkpoint import manifest
 from framework.checkpoint.chunks import WritePlan, chunks_of
-from framework.checkpoint.shard_file import write_shard
-from framework.checkpoint.state import STATE
-from framework.checkpoint.tensors import check_tensors
+from framework.checkpoint.format import check_inventory, inventory_of, write_shard
 from framework.distributed.world import World
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
 from framework.runtime.files import flush_directory, make_directory
@@ -50,7 +48,7 @@ class CheckpointStore:
         agreement, what = self.world.agreement, f"checkpoint of step {step} not written"
         try:
             agreement.on_rank_0(lambda: self._clear(staging), what=what)
-            written = agreement.together(lambda: self._write(staging, tensors), what=what)
+            written = agreement.all_or_fail(lambda: self._write(staging, tensors), what=what)
             files = agreement.to_rank_0(written)
             agreement.on_rank_0(lambda: self._commit(staging, target, files, state), what=what)
         except DiskFailed:
@@ -79,7 +77,7 @@ class CheckpointStore:
     def _prune(self, committed: Path) -> None:
         """Delete the checkpoints that are neither among the last nor among the best. Call this after a commit.
 
-        Thus a valid checkpoint always remains. A checkpoint of a later step is invalid: the run has passed over it.
+        Thus a valid checkpoint always remains. A checkpoint of a later step is invalid: the run has skipped it.
         """
         found = manifest.candidates(self.directory)  # the newest first
         valid = found[found.index(committed) :]
@@ -135,8 +133,8 @@ class CheckpointStore:
             if reason is None:
                 reason = unfit(path, state)
             if reason is None:
-                for passed_over in reasons if self.world.rank == 0 else []:
-                    LOGGER.warning("checkpoint passed over: %s", passed_over)
+                for reason in reasons if self.world.rank == 0 else []:
+                    LOGGER.warning("skipped checkpoint: %s", reason)
                 return path, state
             is_damaged |= not state
             reasons.append(f"{path}: {reason}")
@@ -170,7 +168,7 @@ class CheckpointStore:
 
         def describe() -> None:
             files.update(manifest.read_manifest(path))
-            check_tensors(path, sorted(files.keys() - {STATE}))
+            check_inventory(inventory_of(path, sorted(files)))
             state.update(manifest.read_state(path))
             if (step := state["progress"]["step"]) != manifest.step_of(path):
                 raise Invalid(f"its state is of step {step}")

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from framework.checkpoint.kept import set_extra_state
-from framework.checkpoint.stored import NUM_LISTED, Stored, listed, stored_tensors, tensors_of
+from framework.checkpoint.file_tensors import NUM_LISTED, FileTensor, listed, stored_tensors, tensors_of
+from framework.checkpoint.plain_state import set_extra_state
 from framework.config.init_from import InitFile
 from framework.distributed.world import World
 from framework.runtime.exits import NoValidCheckpoint
@@ -33,7 +33,7 @@ class Fit:
     remedy: str  # the remedy, for names that differ in their beginnings
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Stored], module: nn.Module) -> "Fit":
+    def of(cls, tensors: Mapping[str, FileTensor], module: nn.Module) -> "Fit":
         """Compare names, shapes and kinds of number. The model's tensors need no storage."""
         state = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         both = [name for name in state if name in tensors]
@@ -91,7 +91,7 @@ def load_file(path: Path, module: nn.Module) -> Fit:
 
 
 @torch.no_grad()
-def load_tensors(tensors: Mapping[str, Stored], module: nn.Module) -> Fit:
+def load_tensors(tensors: Mapping[str, FileTensor], module: nn.Module) -> Fit:
     """Copy the fitting tensors of files into the model, in the model's dtypes. Return the fit.
 
     The model must be on the CPU, before any strategy changes it. Only the fitting tensors of a file are read, and none into a

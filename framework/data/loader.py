@@ -53,6 +53,7 @@ class Loader:
         self.num_workers = 0 if needs_none else int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", True))
         self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
+        self._evaluating: DataLoader[Step] | None = None  # with the processes of the first evaluation
 
     def train(self, samples_seen: int) -> Iterator[Step]:
         """Yield the steps after `samples_seen` samples, without end."""
@@ -70,13 +71,14 @@ class Loader:
             step = self._step(0, samples, samples, at=("evaluation", 0, start))
             return step._replace(micro_batches=[m._replace(number=start + m.number) for m in step.micro_batches])
 
-        return self._run(partial(range, 0, len(self.source), size), fetch)
+        return self._run(partial(range, 0, len(self.source), size), fetch, is_evaluation=True)
 
     def close(self) -> None:
         """Stop the loader's processes. They ignore signals, so after an error, Python would wait for them forever at exit."""
         for steps in list(self._running):
             shut_down_loader(steps)
         self._running.clear()
+        self._evaluating = None
 
     def _positions(self, samples_seen: int) -> Iterator[int]:
         while True:
@@ -148,8 +150,17 @@ class Loader:
         order = torch.channels_last if self.channels_last and tensor.ndim == 4 else torch.preserve_format
         return tensor.to(self.dtype, memory_format=order)
 
-    def _run(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
-        steps = self._read(self._start_processes(positions, fetch)) if self.num_workers else map(fetch, positions())
+    def _run(
+        self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step], *, is_evaluation: bool = False
+    ) -> Iterator[Step]:
+        if not self.num_workers:
+            steps: Iterator[Step] = map(fetch, positions())
+        elif is_evaluation and self._evaluating is not None:
+            steps = self._read(iter(self._evaluating))
+        else:
+            loader, begun = self._start_processes(positions, fetch, is_kept=is_evaluation)
+            self._evaluating = loader if is_evaluation else self._evaluating
+            steps = self._read(begun)
         if self.device.type == "cuda":
             finish = partial(self._transformed, is_training=False) if self._later else lambda micro_batch: micro_batch
             return map(ToDevice(self.device, finish=finish, kept=self.keep_on_cpu), steps)
@@ -168,26 +179,36 @@ class Loader:
                 raise step
             yield step
 
-    def _start_processes(self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]) -> Iterator[Step]:
+    def _start_processes(
+        self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step], *, is_kept: bool
+    ) -> tuple[DataLoader[Step], Iterator[Step]]:
+        """Return a loader and its first iterator. If `is_kept`, the processes serve the later iterators too."""
         wait_s = _FORK_S
         while True:
             begun = multiprocessing.get_context("fork").Semaphore(0)
-            steps = self._fork(positions(), fetch, begun)
+            loader = self._loader(positions(), fetch, begun, is_kept=is_kept)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole group must not kill them
+            try:
+                steps = iter(loader)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if all(begun.acquire(timeout=wait_s) for _ in range(self.num_workers)):
                 self._running.add(steps)
-                return steps
-            kill_loader(
-                steps
-            )  # before 3.11.8, Python's child may hang if torch's threads use Python too (CPython issue 112275)
+                return loader, steps
+            # before 3.11.8, Python's child may hang if torch's threads use Python too (CPython issue 112275)
+            kill_loader(steps)
             wait_s *= 2
 
-    def _fork(self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore) -> Iterator[Step]:
+    def _loader(
+        self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore, *, is_kept: bool
+    ) -> DataLoader[Step]:
         def begin(_: int) -> None:
             begin_child()  # torch's watchdog checks every five seconds, and a queue may break earlier
             report_what_cannot_be_sent()
             begun.release()
 
-        loader = DataLoader(
+        open_files()
+        return DataLoader(
             _AtPosition(fetch),
             batch_size=None,
             sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, and its length is not read
@@ -196,13 +217,8 @@ class Loader:
             worker_init_fn=begin,
             pin_memory=self.device.type == "cuda",  # in a thread of the reading process
             multiprocessing_context="fork",
+            persistent_workers=is_kept,
         )
-        open_files()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole process group must not kill them
-        try:
-            return iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _to_device(self, step: Step) -> Step:
         there = [mapped_except(self.keep_on_cpu, m, lambda tensor: tensor.to(self.device)) for m in step.micro_batches]

@@ -1,7 +1,7 @@
 """The samples of step t, and the samples of each rank: pure functions of the seed and of `samples_seen`."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,10 +42,7 @@ class Order:
     draw: Callable[[int], Numbers] | None = None  # a pure function; all epochs must have the same length
     grow: Callable[[int], int] | None = None  # a pure function of `samples_seen`: a batch's size, at most `global_batch_size`
 
-    format: int = field(default=0, init=False)  # of the permutation: 1, drawn by numpy and kept; 2, computed where it is used
-
     def __post_init__(self) -> None:
-        self.format = 2 if self._is_large else 1
         self._drawn = drawn = self.num_samples if self.draw is None else len(self._sequence(self.draw(0), 0))
         self.epoch_size = drawn - (drawn % self.global_batch_size if self.drop_last else 0)
         if self.epoch_size == 0:
@@ -56,20 +53,6 @@ class Order:
         self._epoch = -1
         self._numbers: Numbers = np.empty(0, dtype=np.int64)
         self._epochs, self._counted = list[int](), 0  # the epoch of each step, and the samples in these steps, if batches grow
-
-    @property
-    def _is_large(self) -> bool:
-        return self.draw is None and self.num_samples > _MOST_KEPT
-
-    @property
-    def facts(self) -> dict[str, int]:
-        """The values that a checkpoint stores about its data and their order."""
-        return {"num_samples": self.num_samples} | ({"order": self.format} if self._is_large else {})
-
-    def take_up(self, facts: Mapping[str, Any]) -> dict[str, int]:
-        """Continue in the order of a checkpoint with these facts (old ones have format 1); return the facts of this order."""
-        self.format, self._epoch = int(facts.get("order", 1)), -1
-        return self.facts
 
     def steps_in(self, num_epochs: int) -> int:
         """Return the number of steps in the first epochs."""
@@ -158,7 +141,7 @@ class Order:
         return np.arange(offset, offset + self.size(samples_seen))
 
     def _permuted(self, epoch: int) -> Numbers:
-        if self.format == 2:
+        if self.num_samples > _MOST_KEPT:
             return Permutation(self.num_samples, seed=self.seed, epoch=epoch)
         # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed with any numpy version
         seed = key(self.seed, "order", epoch)

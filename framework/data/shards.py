@@ -1,18 +1,24 @@
-"""Records in shards: tar files (WebDataset's layout), lines of JSON, Parquet. Each record can be read by its number."""
+"""Records in shards: tar files (WebDataset's layout), and tables. Each record can be read by its number."""
 
 import bisect
 import glob
+import hashlib
 import io
 import json
 import os
 import tarfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from framework.runtime.exits import error_text
+from framework.runtime.files import make_directory, write_atomically
+from framework.runtime.local_copy import cache_folder
 
 Record = Mapping[str, Any]
 _OPEN = 16  # the number of shards that a process keeps open
@@ -32,7 +38,6 @@ class Shards:
             raise ValueError(f"files={', '.join(patterns)}: there is no such file")
         self._decode = decode
         self.cumulative_sizes: list[int] = [int(end) for end in np.cumsum([self.count(path) for path in self.files])]
-        self._open = lru_cache(_OPEN)(self.open)
 
     def __len__(self) -> int:
         return self.cumulative_sizes[-1]
@@ -41,7 +46,7 @@ class Shards:
         if not 0 <= number < len(self):
             raise IndexError(number)
         shard, place = self._place(number)
-        record = self.read(self._open(self.files[shard]), self.files[shard], place)
+        record = self.read(self.files[shard], place)
         return record if self._decode is None else self._decode(record)
 
     def _place(self, number: int) -> tuple[int, int]:
@@ -58,112 +63,100 @@ class Shards:
         """Find the records of a shard; return their number. ValueError if the shard is damaged."""
 
     @abstractmethod
-    def open(self, path: str) -> Any:
-        """Open a shard for `read`."""
-
-    @abstractmethod
-    def read(self, file: Any, path: str, place: int) -> Record:
-        """Return a record of an open shard. ValueError if it is damaged."""
+    def read(self, path: str, place: int) -> Record:
+        """Return a record of a shard. ValueError if it is damaged."""
 
 
 class Tar(Shards):
     """Tar files in WebDataset's layout: files with the same name up to the first dot are a record, with a value per ending."""
 
     def __init__(self, files: str | Sequence[str], *, decode: Callable[[Record], Any] | None = None) -> None:
-        self._members: dict[str, list[list[tuple[str, int, int]]]] = {}  # for each record of a shard: ending, offset, size
+        self._members: dict[str, _Members] = {}
+        self._open = lru_cache(_OPEN)(partial(os.open, flags=os.O_RDONLY | os.O_CLOEXEC))
         super().__init__(files, decode=decode)
 
     def count(self, path: str) -> int:
-        records: list[list[tuple[str, int, int]]] = []
-        before = None
-        try:
-            with tarfile.open(path, "r:") as archive:  # no compression, so that one record can be read alone
-                for member in archive:
-                    if not member.isfile():
-                        continue
-                    folder, _, last = member.name.rpartition("/")
-                    stem, _, ending = last.partition(".")
-                    if (folder, stem) != before:
-                        records.append([])
-                        before = (folder, stem)
-                    records[-1].append((ending.lower(), member.offset_data, member.size))
-        except tarfile.TarError as error:
-            raise ValueError(f"{path} cannot be read as a tar file without compression: {error}") from error
-        self._members[path] = records
-        return len(records)
+        self._members[path] = _listed_once(path)
+        return len(self._members[path])
 
-    def open(self, path: str) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read(self, file: int, path: str, place: int) -> Record:
+    def read(self, path: str, place: int) -> Record:
         record = {}
         for ending, offset, size in self._members[path][place]:
-            content = os.pread(file, size, offset)
+            content = os.pread(self._open(path), size, offset)
             if len(content) < size:
                 raise ValueError(f"{path} ends within .{ending}")
             record[ending] = value_of(ending, content)
         return record
 
 
-class JsonLines(Shards):
-    """Text files with a JSON object on each line. Empty lines do not count."""
+_Members = list[list[tuple[str, int, int]]]  # for each record of a shard: ending, offset, size
+
+
+def _listed_once(path: str) -> _Members:
+    """Return a tar file's members. The list is kept in the folder of copies, until the file changes."""
+    known = os.stat(path)
+    facts = json.dumps([os.path.realpath(path), known.st_size, known.st_mtime_ns])
+    kept = cache_folder() / "tar" / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+    with suppress(OSError, ValueError):
+        members: _Members = json.loads(kept.read_text())
+        return members
+    members = _members(path)
+    with suppress(OSError):  # no disk for it: the next process lists them again
+        make_directory(kept.parent)
+        write_atomically(kept, json.dumps(members))
+    return members
+
+
+def _members(path: str) -> _Members:
+    records: _Members = []
+    before = None
+    try:
+        with tarfile.open(path, "r:") as archive:  # no compression, so that one record can be read alone
+            for member in archive:
+                if not member.isfile():
+                    continue
+                folder, _, last = member.name.rpartition("/")
+                stem, _, ending = last.partition(".")
+                if (folder, stem) != before:
+                    records.append([])
+                    before = (folder, stem)
+                records[-1].append((ending.lower(), member.offset_data, member.size))
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} cannot be read as a tar file without compression: {error}") from error
+    return records
+
+
+class Tables(Shards):
+    """Tables of which each row is a record: lines of JSON (`.jsonl`, `.json`), Parquet, CSV, Arrow.
+
+    `datasets` of Hugging Face converts each file once, into the folder of copies, and maps the rows into memory.
+    """
 
     def __init__(self, files: str | Sequence[str], *, decode: Callable[[Record], Any] | None = None) -> None:
-        self._starts: dict[str, np.ndarray] = {}
-        self._sizes: dict[str, np.ndarray] = {}
+        self._tables: dict[str, Any] = {}
         super().__init__(files, decode=decode)
 
     def count(self, path: str) -> int:
-        starts, sizes, offset = [], [], 0
-        with open(path, "rb") as file:
-            for line in file:
-                if line.strip():
-                    starts.append(offset)
-                    sizes.append(len(line))
-                offset += len(line)
-        self._starts[path], self._sizes[path] = np.array(starts, dtype=np.int64), np.array(sizes, dtype=np.int64)
-        return len(starts)
+        import datasets  # type: ignore[import-untyped]  # unannotated
 
-    def open(self, path: str) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        kind = FORMATS.get(Path(path).suffix.lower())
+        if kind is None:
+            raise ValueError(f"{path} is not a table ({', '.join(FORMATS)})")
+        datasets.disable_progress_bars()
+        try:
+            self._tables[path] = datasets.load_dataset(
+                kind, data_files=path, split="train", cache_dir=str(cache_folder() / "tables")
+            )
+        except Exception as error:  # of pyarrow, of the conversion, of an empty file
+            raise ValueError(f"{path} cannot be read as {kind}: {error_text(error)}") from error
+        return len(self._tables[path])
 
-    def read(self, file: int, path: str, place: int) -> Record:
-        record: Record = json.loads(os.pread(file, int(self._sizes[path][place]), int(self._starts[path][place])))
+    def read(self, path: str, place: int) -> Record:
+        record: Record = self._tables[path][place]
         return record
 
 
-class Parquet(Shards):
-    """Parquet files: each row is a record (all columns, or `columns`). A row group is read at once: keep its rows together."""
-
-    def __init__(
-        self, files: str | Sequence[str], *, columns: list[str] | None = None, decode: Callable[[Record], Any] | None = None
-    ) -> None:
-        self._columns = columns
-        self._ends: dict[str, list[int]] = {}  # of a shard's row groups
-        super().__init__(files, decode=decode)
-        self._group = lru_cache(4)(self._read_group)
-
-    def count(self, path: str) -> int:
-        import pyarrow.parquet
-
-        metadata = pyarrow.parquet.read_metadata(path)
-        sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        self._ends[path] = [int(end) for end in np.cumsum(sizes)]
-        return int(metadata.num_rows)
-
-    def open(self, path: str) -> Any:
-        import pyarrow.parquet
-
-        return pyarrow.parquet.ParquetFile(path)
-
-    def read(self, file: Any, path: str, place: int) -> Record:
-        ends = self._ends[path]
-        group = bisect.bisect_right(ends, place)
-        row = self._group(path, group).slice(place - (ends[group - 1] if group else 0), 1)
-        return {name: values[0] for name, values in row.to_pydict().items()}
-
-    def _read_group(self, path: str, group: int) -> Any:
-        return self._open(path).read_row_group(group, columns=self._columns)
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 def value_of(ending: str, content: bytes) -> Any:

@@ -42,7 +42,9 @@ def load_shared(dataset: Dataset, split: Split, *, seed: int, world: World) -> S
         rest = {name: value for name, value in _fields(source).items() if name not in arrays}
         descriptors = {name: _memory_file(array) for name, array in arrays.items()}
         offer = type(source), rest, os.getpid(), descriptors
-    offered = world.agreement.dealt((world.first_on_node, offer), lambda values: [values[first][1] for first, _ in values])
+    offered = world.agreement.scatter_plan(
+        (world.first_on_node, offer), lambda values: [values[first][1] for first, _ in values]
+    )
     if offered is None:
         return load_split(dataset, split, seed=seed) if source is None else source
     kind, rest, pid, files = offered

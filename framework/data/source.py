@@ -169,24 +169,6 @@ class TokenSequences:
         return inputs.long(), targets.long()
 
 
-@dataclass(kw_only=True, eq=False)
-class PublishedImages(Images):
-    """The common base of datasets with a training and a test set; val is the last `num_val` samples of the training set."""
-
-    root: str = "data"
-    download: bool = False
-    num_val: int = 5000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(1, self, "num_val")
-
-    def part(self, images: np.ndarray, labels: np.ndarray, split: Split) -> "Arrays":
-        """Return the split's part of the files' content."""
-        parts = {"train": slice(None, -self.num_val), "val": slice(-self.num_val, None), "test": slice(None)}
-        return Arrays(np.ascontiguousarray(images[parts[split]]), labels[parts[split]])
-
-
 @dataclass(frozen=True, eq=False)
 class Arrays:
     """Samples that are rows of arrays, for example images uint8 (N, C, H, W) and targets int64 (N,)."""

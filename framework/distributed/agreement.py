@@ -65,57 +65,44 @@ class Agreement:
         """Return the different values of the ranks, on every rank. The key of a value is the first rank that has the value.
 
         Collective. The result is in rank order. Values are plain data without sets; their texts are compared, and
-        the numbers of arrays and tensors. If all values are equal, the ranks exchange 32 bytes each. Otherwise rank 0 receives
-        each different value once.
+        the numbers of arrays and tensors. If all values are equal, the ranks exchange 32 bytes each.
         """
-        found = self._distinct_on_rank_0(value)
-        return found if len(found) == 1 else self.from_rank_0(found)  # type: ignore[no-any-return]
+        return self.decide_on_rank_0(value, lambda found: found)
 
-    def judged(self, value: Any, judge: Callable[[dict[int, Any]], _Result]) -> _Result:
+    def decide_on_rank_0(self, value: Any, judge: Callable[[dict[int, Any]], _Result]) -> _Result:
         """Return the result of `judge` for the values that `distinct` would return, on every rank. Collective.
 
         If the ranks differ, the other ranks receive only the result, not the values. An error of `judge` is raised on every
         rank.
         """
-        found = self._distinct_on_rank_0(value)
-        if len(found) == 1:  # every rank has all values
-            return judge(found)
-        result: _Result | None = None
-        fault: Exception | None = None
-        try:
-            result = judge(found) if found else None
-        except Exception as error:  # raised below, on every rank
-            fault = error
+        if self.group is None or self._is_same(_text(value)):
+            return judge({0: value})
+        firsts: dict[str, int] = {}
+        values = self.to_rank_0(value)
+        for rank, theirs in enumerate(values):
+            firsts.setdefault(_text(theirs), rank)
+        return self.computed_by_rank_0(lambda: judge({rank: values[rank] for rank in firsts.values()}))
+
+    def _is_same(self, text: str) -> bool:
+        digest = torch.frombuffer(bytearray(blake2b(text.encode(), digest_size=16).digest()), dtype=torch.int64)
+        least, most = self._reduced(torch.cat([~digest, digest]), dist.ReduceOp.MAX).split(2)  # ~ reverses the order
+        return torch.equal(~least, most)
+
+    def computed_by_rank_0(self, compute: Callable[[], _Result]) -> _Result:
+        """Return the result of `compute`, which runs on rank 0 only, or raise its error, on every rank. Collective.
+
+        Rank 0 does not wait for the others.
+        """
+        result, fault = None, None
+        if self.group is None or self.group.rank() == 0:
+            try:
+                result = compute()
+            except Exception as error:  # raised below, on every rank
+                fault = error
         result, fault = self.from_rank_0((result, fault))
         if fault is not None:
             raise fault
         return result  # type: ignore[return-value]  # the result of rank 0
-
-    def _distinct_on_rank_0(self, value: Any) -> dict[int, Any]:
-        """Return the different values on rank 0, by their first ranks. Other ranks get {}, unless all values are equal."""
-        if self.group is None:
-            return {0: value}
-        digest = blake2b(_text(value).encode(), digest_size=16).digest()
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-        least, most = self._reduced(torch.cat([~mine, mine]), dist.ReduceOp.MAX).split(2)  # ~ reverses the order
-        if torch.equal(~least, most):
-            return {0: value}
-        packed, rank, size = packed_object(value), self.group.rank(), self.group.size()
-        sizes: dict[int, int] = {}
-        digests = set[bytes]()
-        for other, (theirs, num_bytes) in enumerate(self.to_rank_0((digest, packed.numel()))):
-            if theirs not in digests:
-                digests.add(theirs)
-                sizes[other] = num_bytes
-        asked = [torch.tensor([other in sizes], dtype=torch.uint8) for other in range(size)] if rank == 0 else None
-        is_asked = torch.empty(1, dtype=torch.uint8)
-        dist.scatter(is_asked, asked, src=0, group=self.group)
-        if rank != 0:
-            if is_asked:
-                self.send(packed, to=0)
-            return {}
-        theirs = {other: self.receive(torch.empty(n, dtype=torch.uint8), source=other) for other, n in sizes.items() if other}
-        return {0: value} | {other: unpacked_object(part) for other, part in theirs.items()}
 
     def to_rank_0(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on rank 0. Return [] on the other ranks. Collective."""
@@ -128,7 +115,7 @@ class Agreement:
         dist.gather(padded, parts, dst=0, group=self.group)
         return [unpacked_object(part) for part in parts or []]
 
-    def dealt(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
+    def scatter_plan(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
         """Return this rank's item of the result of `deal`, which rank 0 calls with every rank's `value`, in rank order.
 
         Collective. The other ranks have only their own value and their own item in memory.
@@ -142,21 +129,27 @@ class Agreement:
 
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank. Collective. Rank 0 does not wait for the others."""
-        return self._from(0, value)
+        box = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
 
-    def on_rank_0(self, action: Callable[[], Any], *, what: str) -> Any:
+    def on_rank_0(self, action: Callable[[], _Result], *, what: str) -> _Result:
         """Run `action`, which uses the disk, on rank 0 only, and return its result on every rank. Collective.
 
         If `action` raises OSError or Invalid, raise DiskFailed on every rank; its message says that `what` failed. Rank 0 does
         not wait for the others.
         """
-        is_first = self.group is None or self.group.rank() == 0
-        result, fault = self.from_rank_0(_attempted(action) if is_first else None)
-        if fault is not None:
-            raise DiskFailed(f"{what}: rank 0: {fault}")
-        return result
 
-    def together(self, action: Callable[[], _Result], *, what: str) -> _Result:
+        def act() -> _Result:
+            result, fault = _attempted(action)
+            if fault is not None:
+                raise DiskFailed(f"{what}: rank 0: {fault}")
+            return result  # type: ignore[return-value]  # without a fault there is a result
+
+        return self.computed_by_rank_0(act)
+
+    def all_or_fail(self, action: Callable[[], _Result], *, what: str) -> _Result:
         """Run `action`, which uses the disk, on every rank, and return this rank's result when all ranks are done. Collective.
 
         If `action` raises OSError or Invalid on any rank, raise DiskFailed on every rank; its message says that `what` failed.
@@ -166,13 +159,6 @@ class Agreement:
             if problem is not None:
                 raise DiskFailed(f"{what}: rank {rank}: {problem}")
         return result  # type: ignore[return-value]  # without a fault there is a result
-
-    def _from(self, rank: int, value: Any) -> Any:
-        """Return one rank's value on every rank. Collective."""
-        box = [value]
-        if self.group is not None:
-            dist.broadcast_object_list(box, src=rank, group=self.group)
-        return box[0]
 
     def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group is not None:

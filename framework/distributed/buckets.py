@@ -40,10 +40,6 @@ class Message:
         self._flat = bucket[0] if is_one else torch.cat([tensor.reshape(-1) for tensor in bucket])
         self._work = begin(self._flat)
 
-    @property
-    def is_there(self) -> bool:
-        return self._work is None or self._work.is_completed()
-
     def finish(self) -> None:
         """Wait, and overwrite the tensors with the received values."""
         if self._work is not None:
@@ -51,11 +47,6 @@ class Message:
         if self._flat is not self._bucket[0]:
             parts = self._flat.split([tensor.numel() for tensor in self._bucket])
             copy_all(self._bucket, [part.view(tensor.shape) for part, tensor in zip(parts, self._bucket)])
-
-
-def begin_sum(bucket: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> Message:
-    """Start to sum a bucket over the ranks of a group, in place. Collective. All ranks give the same shapes."""
-    return Message(bucket, partial(dist.all_reduce, group=group, async_op=True))
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from framework.distributed.mesh import resolve_axes
 from framework.distributed.other_backend import kinds_of_devices
 from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Unfit
-from framework.runtime.torch_internals import num_operations
 
 
 @dataclass(frozen=True)
@@ -142,19 +141,12 @@ class World:
     def at(self, phase: str, *, step: int) -> None:
         """Record what this rank does next."""
         if self.board is not None:
-            self.board.beat(phase, step=step, collectives=self._collectives())
+            self.board.beat(phase, step=step)
 
     def report_error(self, error: Exception) -> None:
         """Record that an error has ended this rank's work. Call this first, because other ranks wait for this record."""
         if self.board is not None:
-            diagnose.report_error(self.board, error, collectives=self._collectives())
-
-    def _collectives(self) -> tuple[int, int]:
-        """Return how many operations this rank has started on the default group and the agreement's group. Only gloo counts."""
-        if self.agreement.group is None or self.groups.backend != "gloo":
-            return 0, 0
-        assert dist.group.WORLD is not None
-        return num_operations(dist.group.WORLD), num_operations(self.agreement.group)
+            diagnose.report_error(self.board, error)
 
 
 def _kinds(name: str, *, module: str) -> list[str]:

@@ -39,6 +39,7 @@ from framework.runtime.forks import begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
 from framework.runtime.preemption import PREEMPTION
+from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import ElasticAgent
 
 
@@ -146,10 +147,8 @@ def _watched(
 
 
 def prepare(*targets: str) -> None:
-    """Prepare this process to fork workers: import what they need, and silence messages that the framework reports itself.
-
-    `targets` are dotted paths of what the workers will import.
-    """
+    """Prepare this process to fork workers: import what they need, such as `targets`, and silence what is reported later."""
+    import_dynamo()
     for target in targets:
         locate(target)
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # the framework reports it in three lines

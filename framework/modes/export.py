@@ -43,7 +43,7 @@ def export(build: Builder) -> Exit:
     if "huggingface" in formats:
         _require_pretrained(model.module, freeze=build.config.trainer.freeze)
     samples = _samples(build.dataset, build.source("test"), dtype=build.precision.parameters)
-    world.agreement.together(lambda: make_directory(directory.export), what=f"{directory.export} not made")
+    world.agreement.all_or_fail(lambda: make_directory(directory.export), what=f"{directory.export} not made")
     for name in formats:
         if PREEMPTION.requested:
             raise Interrupted("stopped; the earlier exports are complete")
@@ -53,7 +53,7 @@ def export(build: Builder) -> Exit:
         else:
             content, remark = _made(name, model, samples=samples, build=build)
             write = partial(_write, path, content, remark)
-        result = world.agreement.together(write, what=f"{path} not written")
+        result = world.agreement.all_or_fail(write, what=f"{path} not written")
         print(f"{name:11}  {path}  {result}", flush=True)
     return Exit.FINISHED
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import load_evaluated
-from framework.checkpoint.kept import set_extra_state
 from framework.checkpoint.manifest import read_state, step_of
-from framework.checkpoint.state import kept_of
+from framework.checkpoint.plain_state import set_extra_state
+from framework.checkpoint.state import stored_plain_state
 from framework.checkpoint.weights import load_file
 from framework.modules.structure import switch_off_dropout
 from framework.runs.provenance import Provenance
@@ -71,7 +71,7 @@ def _verified(path: Path | None, build: Builder) -> Path:
 def _load(path: Path, module: nn.Module) -> str:
     try:
         load_evaluated(path, module=module)
-        set_extra_state(module, kept_of(read_state(path)).extra)
+        set_extra_state(module, stored_plain_state(read_state(path)).extra)
     except ValueError as error:
         return f"does not fit this run: {error}"
     except (OSError, SafetensorError, Invalid):

@@ -38,7 +38,7 @@ def predict(build: Builder) -> Exit:
     file = PredictionsFile(path, num_samples=len(source), names=names, facts=_facts(build, model)) if world.rank == 0 else None
     try:
         world.at("prediction", step=model.step or 0)
-        world.agreement.together(lambda: make_directory(directory), what=f"{directory} not made")
+        world.agreement.all_or_fail(lambda: make_directory(directory), what=f"{directory} not made")
         engine.sync_buffers()
         with file or nullcontext(), in_eval_mode(engine.module):
             for step in until_signal(loader, world):

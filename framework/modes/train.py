@@ -13,11 +13,11 @@ from typing import Any
 from framework.build.stored_data import OF_STORE
 from framework.build.training import Builder
 from framework.checkpoint.canonical import misfit, restore
+from framework.checkpoint.format import write_safetensors
 from framework.checkpoint.gathering import OnRank0, gathered, state_of
-from framework.checkpoint.kept import extra_state
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
-from framework.checkpoint.shard_file import write_safetensors
-from framework.checkpoint.state import kept_of
+from framework.checkpoint.plain_state import extra_state
+from framework.checkpoint.state import stored_plain_state
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
 from framework.config.code import loaded_unseen
@@ -107,7 +107,7 @@ def _continue(trainer: Trainer, build: Builder) -> None:
         return
     _require_known_code(build)
     path, state = found
-    restore(path, kept_of(state), trainer.held, world=world)
+    restore(path, stored_plain_state(state), trainer.held, world=world)
     trainer.load_state_dict(state)
     if path.parent != directory.checkpoints:
         if trainer.is_over:
@@ -136,7 +136,7 @@ def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str
 def _unfit(trainer: Trainer, path: Path, state: dict[str, Any]) -> str | None:
     """Return why a checkpoint cannot be loaded into this run. Collective."""
     there, here = state["facts"], trainer.saver.facts
-    told = [name for name in here | there if name != "order" and (name != OF_STORE or name in there)]
+    told = [name for name in here | there if name != OF_STORE or name in there]
     differing = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in told
                  if there.get(name) != here.get(name)]  # fmt: skip
     fault = "; ".join(differing) or misfit(path, trainer.held, world=trainer.world)
@@ -199,7 +199,7 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
     with trainer.update.averaged():  # the evaluated weights are the final weights
         weights = gathered(state_of(module), world=world)
         write = partial(_write_weights, weights, directory, world=world, metadata=metadata)
-        world.agreement.together(write, what="the results not written")
+        world.agreement.all_or_fail(write, what="the results not written")
 
     def draw() -> None:
         restarts, title = directory.read_summary().get("continued_at", []), f"{build.config.name}/{run.id}"

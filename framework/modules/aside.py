@@ -7,7 +7,6 @@ import json
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
@@ -16,28 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from framework.modules.tensors import local
-from framework.runtime.torch_compiler import OF_OPTIMIZERS
 
 _MOST = 20_000  # the largest number of objects to look at
 _LONG = 1000  # the items of a longer list or dictionary are not looked at one by one
-_LARGEST = 1 << 26  # the largest number of bytes of an object to look at
-_GLANCE = 1 << 20  # the same limit at a glance; a larger tensor is sampled
+_LARGEST = 1 << 26  # bytes; a larger tensor or array is sampled
 _OF_MODULES = set(vars(nn.Module()))
 
 GENERATOR = "generator"  # a generator's digest begins with this word
 Memory = dict[str, str]  # digests by paths such as `layers.0.count`
 
 
-def kept_aside(root: object, *, own: Iterable[str] = (), at_a_glance: bool = False, without: Iterable[object] = ()) -> Memory:
+def kept_aside(root: object, *, own: Iterable[str] = ()) -> Memory:
     """Return digests of what an object keeps in plain attributes and what these refer to; of a model, for each of its modules.
 
     The digests cover numbers, texts, arrays, generators, and models that are not part of the model. They may be in lists,
     dictionaries, other objects, functions, and the classes of the Python modules `own`. Parameters, buffers and an optimizer's
-    state, which torch keeps, are left out. `at_a_glance`: use only a sample of the numbers of large tensors and arrays. The
-    objects `without`, and objects that only they refer to, are left out.
+    state, which torch keeps, are left out.
     """
-    walk = _Walk(set(own), at_a_glance=at_a_glance)
-    walk.seen |= set(map(id, without))
+    walk = _Walk(set(own))
     if isinstance(root, nn.Module):
         walk.seen |= {id(part) for part in root.modules()}
         walk.saved = {_place_of(tensor) for tensor in (*nn.Module.parameters(root), *root.buffers())} - {0}
@@ -47,35 +42,17 @@ def kept_aside(root: object, *, own: Iterable[str] = (), at_a_glance: bool = Fal
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             walk.attributes(tensor, name, left_out=set())
             walk.hooks(tensor, name)
+    elif isinstance(root, torch.optim.Optimizer):
+        of_every_one = set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))])))
+        walk.attributes(root, "", left_out=of_every_one)
     else:
-        walk.attributes(root, "", left_out=OF_OPTIMIZERS if isinstance(root, torch.optim.Optimizer) else set())
+        walk.attributes(root, "", left_out=set())
     return walk.found
 
 
-def digests(values: Iterable[object]) -> set[str]:
-    """Return the digests of everything in these values, also in lists and dictionaries.
-
-    For numbers and lists of numbers, also the digests of the arrays that they may have been, and the other way round.
-    """
-    found: set[str] = set()
-    walk = _Walk(set(), at_a_glance=False, see=lambda value: found.update(_digests_of_numbers(value)))
-    walk.value(list(values), "")
-    return found | set(walk.found.values())
-
-
-def _digests_of_numbers(value: object) -> Iterator[str]:
-    if isinstance(value, (Tensor, np.ndarray)) and len(value.shape) == 0:
-        yield repr(value.item())
-    if isinstance(value, (int, float, list, tuple)):
-        with suppress(ValueError, TypeError, OverflowError, RuntimeError):  # a list of shards, for example, has no numbers here
-            numbers = np.asarray(value)
-            if numbers.dtype.kind in "bif":
-                yield from (str(_plain(numbers.astype(kind))) for kind in ("float64", "float32", "int64", "bool"))
-
-
-def kept_by_modules(modules: Mapping[str, ModuleType], *, at_a_glance: bool = False) -> Memory:
+def kept_by_modules(modules: Mapping[str, ModuleType]) -> Memory:
     """Return digests of the values in the globals of Python modules, and in the attributes of their classes and functions."""
-    walk = _Walk(set(modules), at_a_glance=at_a_glance)
+    walk = _Walk(set(modules))
     for name, module in modules.items():
         for key, value in list(vars(module).items()):
             if not key.startswith("__"):
@@ -84,19 +61,17 @@ def kept_by_modules(modules: Mapping[str, ModuleType], *, at_a_glance: bool = Fa
 
 
 class _Walk:
-    def __init__(self, own: set[str], *, at_a_glance: bool, see: Callable[[object], object] = lambda value: None) -> None:
+    def __init__(self, own: set[str]) -> None:
         self.found: Memory = {}
         self.seen: set[int] = set()
         self.saved: set[int] = set()  # the memory addresses of parameters and buffers
         self._own = own  # names of Python modules
-        self._most, self._see = (_GLANCE if at_a_glance else _LARGEST), see
         self._alive: list[Any] = []  # keeps objects alive, so that no id is used twice
 
     def value(self, value: Any, path: str) -> None:
         if isinstance(value, Tensor) and _place_of(value) in self.saved:
             return
-        self._see(value)
-        if (plain := _plain(value, most=self._most)) is not None:
+        if (plain := _plain(value)) is not None:
             self.found[path] = plain
             return
         if id(value) in self.seen or len(self.seen) > _MOST or isinstance(value, (ModuleType, torch.dtype, torch.device)):
@@ -199,8 +174,8 @@ def _parts_of_closed(value: Any) -> tuple[Any, ...]:
     return reduced[1:] if isinstance(reduced, tuple) else ()
 
 
-def _plain(value: Any, *, most: int = _LARGEST) -> str | None:
-    """Return a digest of a value that holds no other values, else None. Arrays above `most` bytes are sampled."""
+def _plain(value: Any) -> str | None:
+    """Return a digest of a value that holds no other values, else None. Large arrays are sampled."""
     if isinstance(value, (str, bytes)) and len(value) > _LONG:
         return f"text {_digest(lambda: value.encode(errors='replace') if isinstance(value, str) else value)}"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
@@ -208,13 +183,13 @@ def _plain(value: Any, *, most: int = _LARGEST) -> str | None:
     if isinstance(value, array.array):
         return f"array {value.typecode} {_digest(lambda: value.tobytes())}"
     if isinstance(value, Tensor):
-        return _of_tensor(value, most=most)
+        return _of_tensor(value)
     if isinstance(value, np.ndarray):
         flat = value.reshape(-1)
-        step = -(-flat.nbytes // most) if flat.nbytes > most else 1
+        step = max(1, -(-flat.nbytes // _LARGEST))
         return f"array {value.dtype} {list(value.shape)} {_digest(lambda: flat[::step].tobytes())}"
     if isinstance(value, torch.Generator):
-        return f"{GENERATOR} {_digest(lambda: _bytes_of(value.get_state(), most=most))}"
+        return f"{GENERATOR} {_digest(lambda: _bytes_of(value.get_state()))}"
     if isinstance(value, np.random.Generator):
         return f"{GENERATOR} {value.bit_generator.state}"
     if isinstance(value, (random.Random, np.random.RandomState)):
@@ -223,14 +198,11 @@ def _plain(value: Any, *, most: int = _LARGEST) -> str | None:
     return None
 
 
-def _of_tensor(tensor: Tensor, *, most: int) -> str:
+def _of_tensor(tensor: Tensor) -> str:
     kind = f"array {str(tensor.dtype).removeprefix('torch.')}"
-    is_plain = tensor.layout == torch.strided and not tensor.is_nested
-    # a sample does not show changes of other elements; torch counts the changes that it sees
-    written = "" if is_plain and tensor.nbytes <= most or most == _LARGEST or tensor.is_inference() else tensor._version
-    if not is_plain:
-        return f"{kind} {tensor.layout} {written} {_digest(lambda: _bytes_of(tensor.to_dense(), most=most))}"
-    return f"{kind} {list(tensor.shape)} {written}{_digest(lambda: _bytes_of(tensor, most=most))}"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"{kind} {tensor.layout} {_digest(lambda: _bytes_of(tensor.to_dense()))}"
+    return f"{kind} {list(tensor.shape)} {_digest(lambda: _bytes_of(tensor))}"
 
 
 def _place_of(tensor: Tensor) -> int:
@@ -241,13 +213,13 @@ def _place_of(tensor: Tensor) -> int:
         return 0
 
 
-def _bytes_of(tensor: Tensor, *, most: int) -> bytes:
+def _bytes_of(tensor: Tensor) -> bytes:
     mine = local(tensor.detach())  # of a shard, only this rank's part: nothing is sent
     if mine.untyped_storage().nbytes() < mine.nbytes:  # fsdp has freed the memory
         return b""
     flat = mine.reshape(-1)
     size = flat.numel() * flat.element_size()
-    sample = flat[:: -(-size // most)] if size > most else flat
+    sample = flat[:: -(-size // _LARGEST)] if size > _LARGEST else flat
     copy = sample.to("cpu", copy=True)  # a copy, because torch cannot resize memory that numpy has seen
     return bytes(copy.contiguous().view(torch.uint8).numpy())
 

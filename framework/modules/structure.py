@@ -18,10 +18,6 @@ def batch_dependent_layers(model: nn.Module) -> list[str]:
     return sorted({type(layer).__name__ for layer in model.modules() if isinstance(layer, BATCH_NORMS) or _draws(layer)})
 
 
-def has_dropout(model: nn.Module) -> bool:
-    return any(map(_draws, model.modules()))
-
-
 def _draws(layer: nn.Module) -> bool:
     return isinstance(layer, DROPOUTS) and layer.p > 0
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from framework.build.training import Builder
-from framework.checkpoint.kept import Kept
+from framework.checkpoint.plain_state import PlainState
 from framework.engine.seam import Step
 from framework.engine.sums import Sums
 from framework.preflight.child import end_of
@@ -76,7 +76,7 @@ class Continuation:
         validation, later = self._ask("samples")
         return list(validation), list(later)
 
-    def restore(self, tensors: dict[str, Tensor], kept: Kept) -> None:
+    def restore(self, tensors: dict[str, Tensor], kept: PlainState) -> None:
         """Build the run's objects, and restore this state."""
         self._ask("restore", tensors, kept.model_dump())
 
@@ -128,7 +128,7 @@ class _Continued:
 
     def restore(self, tensors: dict[str, Tensor], kept: dict[str, Any]) -> None:
         self._player = Player(self._build)
-        self._player.restore(tensors, Kept.model_validate(kept))
+        self._player.restore(tensors, PlainState.model_validate(kept))
 
     def step(self) -> tuple[Computed, dict[tuple[str, str], str]]:
         sums = self._player.forward_backward(self._following, index=self._index)

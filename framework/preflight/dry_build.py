@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.build import components
-from framework.checkpoint.stored import stored_tensors
+from framework.checkpoint.file_tensors import stored_tensors
 from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
 from framework.config.modes import MODES

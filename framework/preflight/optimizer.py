@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from framework.build import components
 from framework.build.schedules import schedule
-from framework.checkpoint.kept import Unkept, changed_values, encoded
+from framework.checkpoint.plain_state import NotSerializable, changed_values, encoded
 from framework.config.schema import Node
 from framework.engine.seam import Demands
 from framework.optim.optimizers import Trainable, check_groups, hidden_matrices, rules_of, trainable
@@ -99,6 +99,6 @@ def _step_fault(optimizer: torch.optim.Optimizer) -> str:
         try:
             if not isinstance(value, Tensor):
                 encoded(value)
-        except Unkept as error:
+        except NotSerializable as error:
             return f"keeps {key} as {error}, which no checkpoint holds"
     return ""

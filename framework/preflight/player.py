@@ -15,9 +15,9 @@ from torch import Tensor
 from framework.build.schedules import schedules
 from framework.build.training import Builder
 from framework.checkpoint.canonical import load_states, state_tensors
-from framework.checkpoint.held import Held
-from framework.checkpoint.kept import Kept, Unkept, give_back, kept_here
-from framework.checkpoint.shard_file import dtype_name
+from framework.checkpoint.format import dtype_name
+from framework.checkpoint.plain_state import NotSerializable, PlainState, plain_state_of, restore_plain
+from framework.checkpoint.training_state import TrainingState
 from framework.config.code import own_modules
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
@@ -234,15 +234,15 @@ class Player:
                 choices = f"one of {', '.join(measured)}" + (f"; {close}" if close else "")
                 raise Refused(key, f"{monitor} is not measured", choices)
 
-    def state(self) -> tuple[dict[str, Tensor], Kept]:
+    def state(self) -> tuple[dict[str, Tensor], PlainState]:
         """Return the content of a checkpoint. Refused if a checkpoint cannot hold all of it."""
         with blamed("part", "its state cannot be saved", "see docs/parts.md"):
             self.parts.saving()
             self.parts.plain()
         try:
-            kept = kept_here(self.held(), initial=self.update.initial)
+            kept = plain_state_of(self.held(), initial=self.update.initial)
             tensors = state_tensors(self.held())
-        except Unkept as error:
+        except NotSerializable as error:
             raise Refused("optimizer", f"its state, or the model's extra state, holds {error}, which no checkpoint can hold",
                           "keep numbers, text and tensors, in lists or dictionaries") from None  # fmt: skip
         of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
@@ -252,14 +252,14 @@ class Player:
             raise Refused("model", what, "precision=fp32, or a real tensor of two parts (torch.view_as_real)")
         return {name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(kept)
 
-    def held(self) -> Held:
-        return Held(self.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
+    def held(self) -> TrainingState:
+        return TrainingState(self.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
 
     def untouched(self) -> AbstractContextManager[None]:
         """Return a context that restores parameters and buffers at its end."""
         return untouched(*(module for module in (self.module, self.engine.task) if module is not None))
 
-    def restore(self, tensors: dict[str, Tensor], kept: Kept) -> None:
+    def restore(self, tensors: dict[str, Tensor], kept: PlainState) -> None:
         """Do in memory what `checkpoint.canonical.restore` does with a file."""
         mine = state_tensors(self.held())
         with blamed("model", "its state cannot be restored", "the state dict of a new model has the same names"):
@@ -275,7 +275,7 @@ class Player:
         with blamed("optimizer", "its state cannot be restored", "load_state_dict() accepts the result of state_dict()"):
             self._restore_optimizer(tensors, kept)
 
-    def _restore_optimizer(self, tensors: dict[str, Tensor], kept: Kept) -> None:
+    def _restore_optimizer(self, tensors: dict[str, Tensor], kept: PlainState) -> None:
         optimizer = self.update.optimizer
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         states: dict[int, dict[str, Tensor]] = {}
@@ -287,7 +287,7 @@ class Player:
             if own:
                 states[number] = own
         load_states(optimizer, states)
-        give_back(kept, self.held(), late=self._late)
+        restore_plain(kept, self.held(), late=self._late)
 
 
 def _laid_out(value: Tensor, *, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from framework.build import components
-from framework.checkpoint.stored import stored_tensors
+from framework.checkpoint.file_tensors import stored_tensors
 from framework.config.init_from import entries_of
 from framework.config.launch import LaunchSection
 from framework.config.model_keys import init_problems

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import model_tensors, state_tensors
-from framework.checkpoint.kept import kept_here, require_same_parts
+from framework.checkpoint.plain_state import plain_state_of, require_same_parts
 from framework.data.source import Source
 from framework.engine.seam import Engine, Step
 from framework.modules.tensors import first_tensor, whole
@@ -121,7 +121,7 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
         if is_first and engine.dp_rank == 0:
             seen.early = {name: sketch(buffer) for name, buffer in engine.module.named_buffers()}
         player.take(index)
-    kept = kept_here(player.held(), initial=player.update.initial)
+    kept = plain_state_of(player.held(), initial=player.update.initial)
     states = {name: sketch(tensor) for name, tensor in player.parts.tensors().items()}
     try:
         with blamed("part", "its state cannot be saved", "see docs/parts.md"):

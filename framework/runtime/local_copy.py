@@ -63,7 +63,7 @@ def fetched_once(
 
     If several processes ask at the same time, one process fetches, and the others wait.
     """
-    folder = _cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     make_directory(folder.parent)
     with _locked(folder.with_suffix(".lock")):
         if not folder.is_dir() or not is_whole(folder):
@@ -72,7 +72,7 @@ def fetched_once(
     return folder
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """Return the folder of the copies: STEADFAST_CACHE, or `steadfast` in the user's folder for caches."""
     named = variables().get("STEADFAST_CACHE")
     return Path(named) if named else Path(variables().get("XDG_CACHE_HOME") or Path.home() / ".cache", "steadfast")

@@ -19,10 +19,3 @@ def keep_freed_memory() -> bool:
     if chosen or not hasattr(library, "gnu_get_libc_version"):
         return False
     return all([library.mallopt(_M_MMAP_THRESHOLD, 1 << 30), library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)])
-
-
-def give_back_freed() -> None:
-    """Make glibc return the freed memory that it keeps, also from the middle of its heap. Other C libraries do nothing."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)

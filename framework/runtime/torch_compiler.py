@@ -1,89 +1,19 @@
-"""torch's compiler. Its import is late, because it takes as long as the import of torch. Its caches belong to the run.
+"""torch's compiler. Its caches belong to the run.
 
 This file has names of torch that are not public, like `torch_internals`.
 """
 
-import functools
 import importlib
 import os
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any
-
-import torch
-from torch import nn
 
 from framework.runtime.environment import variables
 
 
-class _LaterPart:
-    """A part of `torch._dynamo` before its import, with the functions of it that torch uses."""
-
-    def __init__(self, part: str, **used: Callable[[], Any]) -> None:
-        self.part = part
-        vars(self).update(used)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(import_dynamo(), self.part), name)
-
-
-class _Later(ModuleType):
-    """The substitute for `torch._dynamo` until its first use.
-
-    Every optimizer imports this module, which takes as long as importing torch. Optimizers, DDP and process groups use some of
-    its functions, which matter only to compiled code: these functions are here. Any other name imports the real module.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.utils = _LaterPart("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default; nobody has changed it
-        self.trace_rules = _LaterPart("trace_rules", clear_lru_cache=lambda: None)
-        self.when_imported: list[Callable[[ModuleType], None]] = []
-
-    def graph_break(self) -> None:
-        """Do nothing, because nothing is being compiled."""
-
-    def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """Return a function that does the same, and that a later compilation leaves out."""
-        if not isinstance(function, FunctionType):
-            return import_dynamo().disable(function, recursive, **options)
-        current = [function]
-
-        def begin(dynamo: ModuleType) -> None:
-            current[0] = dynamo.disable(function, recursive, **options)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return current[0](*args, **kwargs)
-
-        self.when_imported.append(begin)
-        return call
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # Python's tools look these names up in every module
-            raise AttributeError(name)
-        return getattr(import_dynamo(), name)
-
-
-def import_dynamo() -> ModuleType:
-    """Import `torch._dynamo` now, if it has not been imported."""
-    if not isinstance(later := sys.modules.get(_DYNAMO), _Later):
-        return importlib.import_module(_DYNAMO)
-    del sys.modules[_DYNAMO], vars(torch)["_dynamo"]
-    dynamo = importlib.import_module(_DYNAMO)
-    for begin in later.when_imported:
-        begin(dynamo)
-    return dynamo
-
-
-_DYNAMO = "torch._dynamo"
-if _DYNAMO not in sys.modules:
-    sys.modules[_DYNAMO] = torch._dynamo = _Later(_DYNAMO)  # type: ignore[assignment]
-
-OF_OPTIMIZERS = set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))])))  # the attributes that every optimizer has
+def import_dynamo() -> None:
+    """Import `torch._dynamo`. Every optimizer imports it, which takes long: a process that forks workers does it for them."""
+    importlib.import_module("torch._dynamo")
 
 
 def has_compiler() -> bool:

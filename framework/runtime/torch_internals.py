@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import signal_handling
 
-from framework.runtime import torch_compiler  # noqa: F401  # wherever torch's names are used, its compiler is imported late
-
 # --- modules
 
 DROPOUTS = nn.modules.dropout._DropoutNd
@@ -132,11 +130,6 @@ def packed_object(value: Any) -> Tensor:
 def unpacked_object(packed: Tensor) -> Any:
     """Return the object of `packed_object`. More bytes may follow the object."""
     return distributed_c10d._tensor_to_object(packed, packed.numel(), None)  # type: ignore[no-untyped-call]
-
-
-def num_operations(group: dist.ProcessGroup) -> int:
-    """Return how many operations this rank has started on a gloo group."""
-    return group._get_sequence_number_for_group()  # type: ignore[attr-defined, no-any-return]
 
 
 # torch 2.13 has renamed these functions

@@ -95,24 +95,32 @@ class Metrics:
                 part.note(micro_batch.number)
 
     def compute(self, *, world: World) -> dict[str, Any]:
-        """Return the values over everything that all processes have observed since the last call, by column. Collective."""
+        """Return the values over everything that all processes have observed since the last call, by column. Collective.
+
+        Rank 0 alone receives the states, which may be all predictions of a split, and computes the values.
+        """
         if not self.by_name:
             return {}
-        mine = {name: [part.state() for part in parts] for name, parts in self._parts.items()}
-        everyone = world.agreement.gather(mine)
+        everyone = world.agreement.to_rank_0({name: [part.state() for part in parts] for name, parts in self._parts.items()})
+        columns = world.agreement.computed_by_rank_0(lambda: self._values(everyone))
+        for name, metric in self.by_name.items():
+            for part in self._parts[name]:
+                part.forget()
+            metric.reset()
+        return columns
+
+    def _values(self, everyone: list[dict[str, list[_State]]]) -> dict[str, Any]:
         columns: dict[str, Any] = {}
         for name, metric in self.by_name.items():
             for number, part in enumerate(self._parts[name]):
                 states = [states[name][number] for states in everyone]
                 if len(states) > 1:
                     part.set([state for state in states if state.num_updates] or states[:1], device=self._device)
-                part.forget()
             seed_generators(key(self._seed, "metric", name), devices=[self._device])
             try:
                 columns |= dict(_columns(name, metric.compute()))
             except Exception as error:
                 raise Unfit(f"metric.{name}: its value cannot be computed: {_line(error)} (see its documentation)") from error
-            metric.reset()
         return columns
 
 

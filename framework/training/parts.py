@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from framework.checkpoint.kept import Unkept, decoded, encoded
+from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
 from framework.engine.seam import Step
 from framework.engine.sums import Sums
 from framework.modules.structure import in_eval_mode
@@ -116,7 +116,6 @@ class LoopParts:
     def evaluating(self, split: str) -> None:
         """Prepare for the measurement of a split."""
         self.loop.split = split
-        self._guard.evaluating()
 
     def evaluated(self, split: str, row: Mapping[str, Any]) -> None:
         """Call the parts after a split has been measured; the evaluated weights are still in place."""
@@ -124,11 +123,10 @@ class LoopParts:
             with in_eval_mode(self.loop.module):
                 self._each("evaluated", split, row)
             self.agree_on_end()
-        self._guard.evaluated(split)
 
     def saving(self) -> None:
         self._each("saving")
-        self._guard.saving(self._declared)
+        self._guard.saving()
 
     def ended(self) -> None:
         self._each("ended")
@@ -145,7 +143,7 @@ class LoopParts:
         for path, value in self._leaves():
             try:
                 kept |= {path: encoded(value)} if not isinstance(value, Tensor) else {}
-            except Unkept as error:
+            except NotSerializable as error:
                 key = path.replace("/", ".")
                 raise Unfit(
                     f"part.{key}: is {error}, which no checkpoint can hold (numbers, text, tensors, in lists or dictionaries)"
@@ -166,13 +164,6 @@ class LoopParts:
                     elif part == name:
                         state[entry] = tensor
                 self.by_name[name].load_state_dict(state)
-
-    def _declared(self) -> dict[str, list[Any]]:
-        extra = self.loop.module.state_dict(keep_vars=True).values()
-        found = {"model": [value for value in extra if not isinstance(value, Tensor)]}
-        for path, value in self._leaves():
-            found.setdefault(f"part.{path.partition('/')[0]}", []).append(value)
-        return found
 
     def _leaves(self) -> Iterator[tuple[str, Any]]:
         for name, state_dict in self._having("state_dict"):

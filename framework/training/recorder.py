@@ -56,8 +56,6 @@ class Recorder:
         self.record_id = state.get("record_id") or self.record_id
         if state.get("rows") is not None:
             self._mark = Mark(**state["rows"])
-        elif state.get("num_rows") is not None:  # from an earlier version
-            self._mark = Mark(state["num_rows"], num_bytes=0, crc32=1)  # no file starts with this mark
 
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, because the run continues from there. Collective."""

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from framework.checkpoint.canonical import restore
-from framework.checkpoint.held import Held
 from framework.checkpoint.saver import Saver
-from framework.checkpoint.state import Progress, kept_of
+from framework.checkpoint.state import Progress, stored_plain_state
+from framework.checkpoint.training_state import TrainingState
 from framework.config.schema import Divergence
 from framework.distributed.world import World
 from framework.engine.buffers import Buffers
@@ -24,7 +24,7 @@ class Recovery:
 
     policy: Divergence
     world: World
-    held: Held
+    held: TrainingState
     saver: Saver
     recorder: Recorder
 
@@ -71,7 +71,7 @@ class Recovery:
         if found is None:  # the disk has refused even the checkpoint of step 0
             raise Diverged(f"step {progress.step + 1} is not finite, and there is no checkpoint to go back to")
         path, state = found
-        restore(path, kept_of(state), self.held, world=self.world)
+        restore(path, stored_plain_state(state), self.held, world=self.world)
         kept = {"wall_s": progress.wall_s, "num_divergences": progress.num_divergences}
         state["progress"] |= kept | {"samples_seen": progress.samples_seen + past.num_samples}
         step = state["progress"]["step"]

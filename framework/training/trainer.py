@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from framework.checkpoint.canonical import state_tensors
-from framework.checkpoint.held import Held
-from framework.checkpoint.kept import kept_by_all
+from framework.checkpoint.plain_state import plain_state_of_all
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
+from framework.checkpoint.training_state import TrainingState
 from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World
@@ -54,7 +54,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.progress = self.parts.loop.progress
-        self.held = Held(self.engine.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
+        self.held = TrainingState(self.engine.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
         divergence = self.plan.settings.divergence
         self.recovery = Recovery(divergence, world=self.world, held=self.held, saver=self.saver, recorder=self.recorder)
         self.parameters = [parameter for parameter in nn.Module.parameters(self.engine.module) if parameter.requires_grad]
@@ -259,7 +259,7 @@ class Trainer:
         self.engine.sync_buffers()
         self.parts.saving()
         self.tick()
-        kept = kept_by_all(self.held, initial=self.update.initial, world=self.world)
+        kept = plain_state_of_all(self.held, initial=self.update.initial, world=self.world)
         flush = functools.partial(self.recorder.flush, **self.summary())
         state = self.state_dict() | {"kept": kept.model_dump()}
         self.saver.save(self.progress.step, state_tensors(self.held), state, flush=flush)
@@ -294,4 +294,3 @@ class Trainer:
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])
         self.recorder.load_state_dict(state)
-        self.saver.facts |= self.splits.loader("train").order.take_up(state["facts"])

@@ -92,7 +92,7 @@ def test_damage_is_noticed_and_the_older_checkpoint_taken(
     with caplog.at_level("WARNING", logger=LOGGER.name), our_log_seen():
         found = store.newest_valid()
     assert found is not None and found[0].name == "step_00000008" and found[1]["progress"]["step"] == 8, done
-    assert f"checkpoint passed over: {newest}" in caplog.text, done
+    assert f"skipped checkpoint: {newest}" in caplog.text, done
 
 
 def test_damaged_checkpoints_of_later_steps_displace_no_valid_one(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def our_log_seen() -> Iterator[None]:
 def test_a_run_recovers_from_damage_to_the_same_bits(seed: int, unfinished: Ended, ended: Ended) -> None:
     newest, done = damage(unfinished, seed)
     again = finished(*RUN, *RANKS, root=unfinished.root)
-    assert f"checkpoint passed over: {newest}" in again.output, done
+    assert f"skipped checkpoint: {newest}" in again.output, done
     assert "continuing from" in again.output and "step_00000008" in again.output, done
     assert_same_bits(again, ended)
 
@@ -156,7 +156,7 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(unfinished: Ended, e
     half.mkdir()
     (half / "shard-00001.safetensors").write_bytes(b"")
     again = finished(*RUN, *RANKS, root=unfinished.root)
-    assert f"checkpoint passed over: {half}: no readable manifest.json" in again.output
+    assert f"skipped checkpoint: {half}: no readable manifest.json" in again.output
     assert_same_bits(again, ended)
 
 
@@ -198,7 +198,7 @@ def test_a_whole_checkpoint_that_does_not_fit_is_passed_over_for_one_that_does(
     reason = change(newest)
     seal(newest)
     again = finished(*RUN, *RANKS, root=unfinished.root)
-    assert f"checkpoint passed over: {newest}: {reason}" in again.output
+    assert f"skipped checkpoint: {newest}: {reason}" in again.output
     assert_same_bits(again, ended)
 
 

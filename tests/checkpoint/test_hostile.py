@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.hashed import digest
+from framework.checkpoint.format import StoredChunk, chunks_fault, digest
 from framework.checkpoint.manifest import MANIFEST, read_state, step_of
-from framework.checkpoint.state import STATE
 from framework.checkpoint.store import CheckpointStore
-from framework.checkpoint.tensors import StoredChunk, _fault
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.exits import NoValidCheckpoint
-from tests.checkpoint.sealing import Content, edit, make_format_1, seal
+from tests.checkpoint.sealing import Content, edit, seal
 from tests.harness import Ended, assert_same_bits, command, finished
 
 RUN = [
@@ -66,12 +64,6 @@ def unsealed(function: Attack) -> Attack:
     return function
 
 
-def of_format_1(function: Attack) -> Attack:
-    """Mark an attack on a checkpoint of format 1, which has its state in a file."""
-    function.of_format_1 = True  # type: ignore[attr-defined]
-    return function
-
-
 # --- Pickles
 
 
@@ -93,12 +85,6 @@ def a_file_of_torch_save_for_a_shard(path: Path, outside: Path) -> None:
 @attack("manifest.json is damaged: files.__0_0.distcp.[key]")
 def byte_entries(path: Path, outside: Path) -> None:
     torch.save(Payload(outside / "canary"), path / "__0_0.distcp")
-
-
-@attack("state.json is damaged")
-@of_format_1
-def a_pickle_for_the_state(path: Path, outside: Path) -> None:
-    (path / STATE).write_bytes(pickle.dumps(Payload(outside / "canary")))
 
 
 # --- Ways out of the directory
@@ -135,13 +121,6 @@ def a_linked_shard(path: Path, outside: Path) -> None:
     link(path / SHARD, outside)
 
 
-@attack("'state.json' is a symbolic link instead of a file")
-@unsealed
-@of_format_1
-def a_linked_state(path: Path, outside: Path) -> None:
-    link(path / STATE, outside)
-
-
 @attack("'manifest.json' is a symbolic link instead of a file")
 @unsealed
 def a_linked_manifest(path: Path, outside: Path) -> None:
@@ -165,12 +144,6 @@ def replace_by_pipe(path: Path) -> None:
 @attack(f"'{SHARD}' is a device or a pipe instead of a file")
 def a_pipe_for_a_shard(path: Path, outside: Path) -> None:
     replace_by_pipe(path / SHARD)
-
-
-@attack("'state.json' is a device or a pipe instead of a file")
-@of_format_1
-def a_pipe_for_the_state(path: Path, outside: Path) -> None:
-    replace_by_pipe(path / STATE)
 
 
 @attack("'manifest.json' is a device or a pipe instead of a file")
@@ -339,11 +312,6 @@ TEXTS = {
 }
 for label, (text, reason) in TEXTS.items():
 
-    @attack(reason, name=f"a_state_{label}")
-    @of_format_1
-    def a_state(path: Path, outside: Path, text: bytes = text) -> None:
-        (path / STATE).write_bytes(text)
-
     @attack(reason, name=f"a_manifest_{label}")
     @unsealed
     def a_manifest(path: Path, outside: Path, text: bytes = text) -> None:
@@ -366,7 +334,6 @@ VALUES: dict[str, Any] = {
     "patience.num_bad": [-1, "x"],
     "patience": [None],
     "loss_scale.value": [float("inf"), 0.0, "x"],
-    "measured": [[], {"bucket_cap_mb": 0}, {"bucket_cap_mb": "25"}],
     "facts": [[], {"num_samples": []}, {"optimizer": "\x1b[2J"}, {"\ud800": 1}],
     "record_id": [1, "../x-00000000", "x-00000000\n", "x-1"],
     "unknown": [1],
@@ -420,8 +387,6 @@ def make(name: str, *, of: Path, at: Path, outside: Path) -> str:
     outside.mkdir()
     shutil.copytree(of, at)
     edit(at, lambda content: content.update(step=step_of(at)))
-    if hasattr(action, "of_format_1"):
-        make_format_1(at)
     seal(at)
     action(at, outside)
     if not hasattr(action, "unsealed"):
@@ -451,7 +416,9 @@ def test_a_hostile_checkpoint_is_refused(name: str, ended: Ended, tmp_path: Path
     assert snapshot(tmp_path / "outside") == before, "something outside was touched, or a payload has run"
 
 
-@pytest.mark.parametrize("name", ["a_pickle_for_a_shard", "a_linked_checkpoint", "a_pipe_for_the_state", "a_state_gigantic"])
+@pytest.mark.parametrize(
+    "name", ["a_pickle_for_a_shard", "a_linked_checkpoint", "a_pipe_for_the_manifest", "a_manifest_gigantic"]
+)
 def test_a_run_does_not_begin_from_a_hostile_checkpoint(name: str, ended: Ended, tmp_path: Path) -> None:
     checkpoint = tmp_path / "other" / "checkpoints" / "step_00000008"
     reason = make(name, of=ended.directory / "checkpoints" / checkpoint.name, at=checkpoint, outside=tmp_path / "outside")
@@ -478,7 +445,7 @@ def test_hostile_checkpoints_are_passed_over_for_an_older_good_one(ranks: list[s
     again = finished(*RUN, *ranks, "checkpoint.keep_last=1", root=run.root, timeout_s=120)
     lines = again.output.splitlines()
     for path, reason in reasons.items():
-        assert any(f"checkpoint passed over: {path}: " in line and reason in line for line in lines), (path, reason)
+        assert any(f"skipped checkpoint: {path}: " in line and reason in line for line in lines), (path, reason)
     assert "continuing from" in again.output and "step_00000008" in again.output
     assert_same_bits(again, expected)
     assert (checkpoints / "step_00000012" / MANIFEST).is_file(), "what was committed was not pruned for what is invalid"
@@ -540,4 +507,4 @@ def test_a_run_directory_that_leads_elsewhere_is_refused(kind: str, name: str, e
 )
 def test_chunks_make_up_a_tensor_or_not(parts: list[tuple[list[int], list[int]]], is_whole: bool) -> None:
     chunks = [StoredChunk("file", "F32", offsets, sizes) for offsets, sizes in parts]
-    assert (_fault("model/x", chunks) is None) == is_whole
+    assert (chunks_fault("model/x", chunks) is None) == is_whole

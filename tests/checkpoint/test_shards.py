@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what they cost, who writes what, and that torch's reader and earlier formats understand each other."""
+"""The files of a checkpoint: what they cost, who writes what, and that torch's reader and writer understand them."""
 
 import os
 import subprocess
@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 
-from framework.checkpoint import hashed
-from framework.checkpoint.chunks import Chunk, WritePlan, deal
-from framework.checkpoint.hashed import digest
+from framework.checkpoint import format
+from framework.checkpoint.chunks import Chunk, WritePlan, chunks_of, deal
+from framework.checkpoint.format import digest, inventory_of, read_regions, write_shard
 from framework.checkpoint.saver import Saver
-from framework.checkpoint.shard_file import inventory_of, read_tensors, write_shard
 from framework.checkpoint.store import CheckpointStore
-from framework.checkpoint.tensors import stored_chunks
 from framework.distributed.world import World
 from framework.loggers.sink import RunInfo
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
 from framework.training.recorder import Recorder
-from tests.checkpoint.sealing import make_format_1
-from tests.harness import Ended, assert_same_bits, finished
-from tests.test_resume import RUN, STRATEGIES, after_step, command, preempt
+from tests.harness import finished
+from tests.test_resume import RUN, STRATEGIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 TENSORS = {
@@ -62,8 +59,8 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
     entry = write_shard(tmp_path / "shard-00001.safetensors", chunked(TENSORS))
     assert entry == digest(tmp_path / "shard-00001.safetensors"), "the checksum taken on the way is the file's"
-    found, targets = inventory_of(stored_chunks(tmp_path, ["shard-00001.safetensors"])), empty_like(TENSORS)
-    read_tensors(tmp_path, found, targets)
+    found, targets = inventory_of(tmp_path, ["shard-00001.safetensors"]), empty_like(TENSORS)
+    read_regions(tmp_path, found, chunks_of(targets))
     assert_equal(targets, TENSORS)
 
 
@@ -78,7 +75,7 @@ def test_torch_reads_what_we_write_and_we_read_what_torch_writes(tmp_path: Path)
     save(dict(tensors), storage_writer=writer, no_dist=True)
     (name,) = (path.name for path in (tmp_path / "theirs").glob("*.safetensors"))
     targets = empty_like(tensors)
-    read_tensors(tmp_path / "theirs", inventory_of(stored_chunks(tmp_path / "theirs", [name])), targets)
+    read_regions(tmp_path / "theirs", inventory_of(tmp_path / "theirs", [name]), chunks_of(targets))
     assert_equal(targets, tensors)
 
 
@@ -90,9 +87,9 @@ def test_a_part_is_read_from_the_parts_that_it_overlaps(cut: list[tuple[int, int
             part = whole[begin:end, 3 * half : 3 * half + 3]
             chunk = Chunk("model/x", (begin, 3 * half), tuple(part.shape))
             write_shard(tmp_path / f"shard-{number}{half}.safetensors", {chunk: part})
-    found = inventory_of(stored_chunks(tmp_path, sorted(path.name for path in tmp_path.iterdir())))
+    found = inventory_of(tmp_path, sorted(path.name for path in tmp_path.iterdir()))
     target = torch.zeros(7, 6, dtype=torch.float64)
-    read_tensors(tmp_path, found, {"model/x": target})
+    read_regions(tmp_path, found, chunks_of({"model/x": target}))
     assert torch.equal(target, whole.double())
 
 
@@ -120,7 +117,7 @@ def test_ranks_tell_what_they_hold_only_when_it_has_changed() -> None:
         asked.append(value)
         return deal([value, value])[1]
 
-    plan = WritePlan(SimpleNamespace(agreement=SimpleNamespace(any=any_of, dealt=dealt)))  # type: ignore[arg-type]
+    plan = WritePlan(SimpleNamespace(agreement=SimpleNamespace(any=any_of, scatter_plan=dealt)))  # type: ignore[arg-type]
     first = plan.mine(TENSORS)
     assert 0 < len(first) < len(TENSORS) and len(asked) == 2
     assert plan.mine(TENSORS).keys() == first.keys() and asked[2:] == [False]
@@ -177,7 +174,7 @@ def test_a_save_copies_no_tensor_and_holds_the_interpreter_for_a_block_at_most(
         written.append(len(block))
         return os.write(descriptor, block)
 
-    monkeypatch.setattr(hashed, "os", SimpleNamespace(**vars(os) | {"write": write}))
+    monkeypatch.setattr(format, "os", SimpleNamespace(**vars(os) | {"write": write}))
     write_shard(tmp_path / "shard-00001.safetensors", {Chunk("model/x", (0,), (large.numel(),)): large})
     assert sorted(written)[-3:] == [8 << 20] * 3
 
@@ -187,8 +184,7 @@ def test_a_save_takes_no_memory_beside_the_state(tmp_path: Path) -> None:
 import resource, sys, torch
 from pathlib import Path
 from framework.checkpoint.chunks import Chunk
-from framework.checkpoint.hashed import digest
-from framework.checkpoint.shard_file import write_shard
+from framework.checkpoint.format import digest, write_shard
 def write(name, size):
     write_shard(Path({str(tmp_path)!r}, name), {{Chunk("model/x", (0,), (size,)): torch.ones(size)}})
     digest(Path({str(tmp_path)!r}, name))
@@ -201,19 +197,3 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0 and int(told.stdout) < 40_000, (told.stdout, told.stderr)  # KiB, of a state of 200 MB
-
-
-# --- earlier checkpoints
-
-
-@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp 2", marks=pytest.mark.slow)])
-def test_a_run_goes_on_from_a_checkpoint_of_format_1(strategy: str, tmp_path: Path) -> None:
-    line = [*RUN, *STRATEGIES[strategy]]
-    whole = finished(*line, root=tmp_path / "whole")
-    stopped = command(*line, root=tmp_path / "runs", before=after_step(9, preempt))
-    assert stopped.code == 75, stopped.output
-    for checkpoint in stopped.directory.glob("checkpoints/step_*"):
-        make_format_1(checkpoint)
-    again: Ended = finished(*line, root=tmp_path / "runs")
-    assert "continuing from" in again.output
-    assert_same_bits(again, whole)

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framework.data import fashion_mnist, idx
-from framework.data.cifar import CIFAR10, CIFAR100
-from framework.data.fashion_mnist import FashionMNIST
+from framework.data import published
 from framework.data.image_folder import ImageFolder, decode_image
-from framework.data.mnist import MNIST
+from framework.data.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
 from framework.data.shared import arrays_of
 from framework.data.source import Arrays, Files, Source
+from framework.runtime.torchvision_fix import make_torchvision_importable
 
 SPLITS = ("train", "val", "test")
 
@@ -27,7 +26,12 @@ def everything(source: Source) -> tuple[np.ndarray, np.ndarray]:
     return source.gather(np.arange(len(source)))
 
 
-# MNIST and Fashion-MNIST
+# published sets
+
+
+@pytest.fixture(autouse=True, scope="module")
+def importable() -> None:
+    make_torchvision_importable()
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
@@ -49,10 +53,7 @@ def write_mnist(folder: Path, *, suffix: str = "") -> dict[str, np.ndarray]:
     return arrays
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_mnist_reads_what_was_written(tmp_path: Path, suffix: str):
-    arrays = write_mnist(tmp_path / "MNIST" / "raw", suffix=suffix)
-    dataset = MNIST(root=str(tmp_path), num_val=5)
+def check_mnist(dataset: MNIST | FashionMNIST, arrays: dict[str, np.ndarray]) -> None:
     assert dataset.problems() == []
     for split, name, part in (("train", "train", slice(15)), ("val", "train", slice(15, 20)), ("test", "t10k", slice(10))):
         inputs, targets = everything(dataset.load(split))
@@ -61,40 +62,40 @@ def test_mnist_reads_what_was_written(tmp_path: Path, suffix: str):
         assert (inputs.dtype, targets.dtype) == (np.uint8, np.int64)
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda c: c[:-1], lambda c: c + b"\0", lambda c: c[:3], lambda c: c[:12], lambda c: b"\0\0\x0d" + c[3:]]
-)
-def test_damaged_idx_file_is_named(tmp_path: Path, damage):
-    path = tmp_path / "x-ubyte"
-    write_idx(path, np.zeros((2, 3), dtype=np.uint8))
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match="x-ubyte is damaged"):
-        idx.read_idx(path)
+def test_mnist_reads_what_was_written(tmp_path: Path) -> None:
+    check_mnist(MNIST(root=str(tmp_path), num_val=5), write_mnist(tmp_path / "MNIST" / "raw"))
 
 
-@pytest.mark.parametrize("damage", [lambda c: c[:-9], lambda c: c[:10] + b"\xff" + c[11:], lambda c: b"x" + c])
-def test_damaged_gzip_is_named(tmp_path: Path, damage):
-    path = tmp_path / "x.gz"
-    write_idx(path, np.zeros((2, 3), dtype=np.uint8))
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"x\.gz is damaged"):
-        idx.read_idx(path)
+def test_fashion_mnist_of_debian_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "DEBIAN", tmp_path / "debian")
+    check_mnist(FashionMNIST(root=str(tmp_path), num_val=5), write_mnist(tmp_path / "debian", suffix=".gz"))
+    assert [path.name for path in tmp_path.iterdir()] == ["debian"]
 
 
-def test_missing_mnist_names_the_folders_and_the_remedies(tmp_path: Path, monkeypatch):
+def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "MNIST" / "raw")
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="MNIST/raw cannot be read: .*delete it"):
+        MNIST(root=str(tmp_path), num_val=5).load("train")
+
+
+def test_missing_files_are_named_with_the_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = MNIST(root=str(tmp_path)).problems()
-    assert problem.startswith("dataset.root: ") and problem.endswith("(dataset.download=true)")
-    assert str(tmp_path / "MNIST" / "raw") in problem
-    monkeypatch.setattr(fashion_mnist, "DEBIAN", tmp_path / "debian")
+    assert problem.startswith("dataset.root: train-images") and problem.endswith(
+        f"{tmp_path}/MNIST/raw (dataset.download=true)"
+    )
+    monkeypatch.setattr(published, "DEBIAN", tmp_path / "debian")
     (problem,) = FashionMNIST(root=str(tmp_path)).problems()
-    assert str(tmp_path / "FashionMNIST" / "raw") in problem and str(tmp_path / "debian") in problem
     assert problem.endswith("(dataset.download=true or apt-get install dataset-fashion-mnist)")
     assert FashionMNIST(root=str(tmp_path), download=True).problems() == []
-    with pytest.raises(ValueError, match="are not in"):
-        MNIST(root=str(tmp_path)).load("train")
+    (problem,) = CIFAR100(root=str(tmp_path)).problems()
+    assert problem == f"dataset.root: train.bin, test.bin not in {tmp_path}/cifar-100-binary (dataset.download=true)"
+    with pytest.raises(ValueError, match=r"data_batch_1.bin, .* not in"):
+        CIFAR10(root=str(tmp_path)).load("train")
 
 
-def test_num_val_leaves_something_to_train_on(tmp_path: Path):
+def test_num_val_leaves_something_to_train_on(tmp_path: Path) -> None:
     write_mnist(tmp_path / "MNIST" / "raw")
     with pytest.raises(ValueError, match=r"dataset\.num_val=20: must be below the 20 images"):
         MNIST(root=str(tmp_path), num_val=20).load("train")
@@ -102,10 +103,7 @@ def test_num_val_leaves_something_to_train_on(tmp_path: Path):
         MNIST(num_val=0)
 
 
-def test_download_fetches_mnist_into_root(tmp_path: Path, monkeypatch):
-    from framework.runtime.torchvision_fix import make_torchvision_importable
-
-    make_torchvision_importable()
+def test_download_fetches_mnist_into_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torchvision.datasets
 
     arrays = write_mnist(tmp_path / "server", suffix=".gz")
@@ -119,8 +117,8 @@ def test_download_fetches_mnist_into_root(tmp_path: Path, monkeypatch):
     assert np.array_equal(source.inputs[:, 0], arrays["t10k-images-idx3-ubyte"])
 
 
-@pytest.mark.skipif(not fashion_mnist.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
-def test_fashion_mnist_of_debian_has_6000_of_each_class(tmp_path: Path):
+@pytest.mark.skipif(not published.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_fashion_mnist_of_debian_has_6000_of_each_class(tmp_path: Path) -> None:
     dataset = FashionMNIST(root=str(tmp_path))
     assert dataset.problems() == []
     train, val, test = (dataset.load(split) for split in SPLITS)
@@ -129,9 +127,6 @@ def test_fashion_mnist_of_debian_has_6000_of_each_class(tmp_path: Path):
     assert np.array_equal(np.bincount(test.targets), [1000] * 10)
     mean, std = train.inputs.mean() / 255, train.inputs.std() / 255
     assert (mean, std) == (pytest.approx(*FashionMNIST.mean, abs=1e-3), pytest.approx(*FashionMNIST.std, abs=1e-3))
-
-
-# CIFAR
 
 
 TEN = ("cifar-10-batches-bin", [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin")

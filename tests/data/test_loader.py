@@ -141,11 +141,24 @@ def test_augmentation_of_a_sample_differs_between_epochs() -> None:
 def test_evaluation_visits_each_sample_once(num_workers: int, dp_size: int) -> None:
     made = [loader(split="val", num_workers=num_workers, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
     ranks = [[m for step in one.evaluate() for m in step.micro_batches] for one in made]
+    for one in made:
+        one.close()
     assert len({len(micro_batches) for micro_batches in ranks}) == 1  # the same collectives on every rank
     stored, _ = Digits().transform(*map(torch.from_numpy, Digits().load("val").gather(np.arange(180))), keys=None)
     inputs = torch.cat([m.inputs for micro_batches in ranks for m in micro_batches if not m.is_padding])
     assert len(inputs) == 180
     assert sorted(map(bytes, inputs.numpy())) == sorted(map(bytes, stored.numpy()))
+
+
+def test_later_evaluations_use_the_processes_of_the_first_one_even_if_it_was_left_early() -> None:
+    made, others = loader(split="val", num_workers=2), set(multiprocessing.active_children())
+    whole, children = list(made.evaluate()), set(multiprocessing.active_children()) - others
+    assert len(children) == 2
+    next(made.evaluate())
+    assert_same_steps(list(made.evaluate()), whole)
+    assert set(multiprocessing.active_children()) - others == children
+    made.close()
+    assert not set(multiprocessing.active_children()) - others
 
 
 def test_a_loader_process_that_stands_still_after_its_fork_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

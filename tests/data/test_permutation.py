@@ -9,7 +9,7 @@ import pytest
 import framework.data.order
 from framework.data.order import Order
 from framework.data.permutation import Permutation
-from tests.harness import assert_close, assert_same_bits, command, finished
+from tests.harness import assert_close, command, finished
 from tests.test_resume import RUN, after_step, preempt
 
 LARGE = (1 << 20) + 7
@@ -117,11 +117,3 @@ def test_a_large_data_set_is_trained_on_in_its_new_order_however_it_is_executed(
     assert_close(again, whole)
     old = finished(*exact, root=tmp_path / "old")
     assert [row["loss"] for row in old.rows] != [row["loss"] for row in whole.rows]
-
-
-def test_a_run_of_an_earlier_version_goes_on_in_its_own_order(tmp_path: Path) -> None:
-    whole = finished(*RUN, root=tmp_path / "whole")
-    assert command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt)).code == 75  # says nothing of an order
-    again = finished(*RUN, root=tmp_path / "runs", before=plant)
-    assert "continuing from" in again.output
-    assert_same_bits(again, whole)

@@ -1,8 +1,10 @@
 """Records in shards: what is written is read, by its number, from any process; damage is named."""
 
+import builtins
 import io
 import json
 import multiprocessing
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from framework.data.shards import JsonLines, Parquet, Shards, Tar, write_tar
+from framework.data.shards import Shards, Tables, Tar, write_tar
 
 SIZES = (5, 1, 7)
 
@@ -41,7 +43,7 @@ def lines(folder: Path) -> str:
 def parquet(folder: Path) -> str:
     for number in range(len(SIZES)):
         values = list(range(sum(SIZES[:number]), sum(SIZES[: number + 1])))
-        table = pyarrow.table({"x": [[v, v + 1] for v in values], "label": [v % 4 for v in values], "left_out": values})
+        table = pyarrow.table({"x": [[v, v + 1] for v in values], "label": [v % 4 for v in values]})
         pyarrow.parquet.write_table(table, folder / f"train-{number}.parquet", row_group_size=3)
     return str(folder / "train-*.parquet")
 
@@ -49,7 +51,7 @@ def parquet(folder: Path) -> str:
 def of_kind(kind: str, folder: Path) -> Shards:
     if kind == "tar":
         return Tar(tars(folder))
-    return JsonLines(lines(folder)) if kind == "jsonl" else Parquet(parquet(folder), columns=["x", "label"])
+    return Tables(lines(folder) if kind == "jsonl" else parquet(folder))
 
 
 def check(shards: Shards, kind: str) -> None:
@@ -85,6 +87,37 @@ def test_forked_processes_read_the_same_open_files(kind: str, tmp_path: Path) ->
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "parquet"])
+def test_the_records_of_a_file_are_counted_once_until_the_file_changes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    original = io.open
+
+    def noted(file: Any, *arguments: Any, **options: Any) -> Any:
+        opened.append(str(file))
+        return original(file, *arguments, **options)
+
+    check(of_kind(kind, tmp_path), kind)
+    for module in (builtins, io, tarfile):
+        monkeypatch.setattr(module, "open" if module is not tarfile else "bltn_open", noted)
+    pattern = str(tmp_path / f"train-*.{kind}")
+    check(Tar(pattern) if kind == "tar" else Tables(pattern), kind)
+    assert not [path for path in opened if path.endswith(f".{kind}")]
+    last, first = tmp_path / f"train-2.{kind}", tmp_path / f"train-0.{kind}"
+    last.write_bytes(first.read_bytes())
+    assert len(Tar(pattern) if kind == "tar" else Tables(pattern)) == 5 + 1 + 5
+
+
+def test_what_is_no_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{no json")
+    with pytest.raises(ValueError, match=r"a\.jsonl cannot be read as json"):
+        Tables(str(tmp_path / "a.jsonl"))
+    (tmp_path / "a.xls").touch()
+    with pytest.raises(ValueError, match=r"a\.xls is not a table \(\.jsonl"):
+        Tables(str(tmp_path / "a.xls"))
 
 
 def test_images_and_json_in_a_tar_file_are_decoded(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
-from framework.runtime.torch_internals import num_operations
+from tests.harness import num_operations
 from tests.ranks import on_ranks
 
 
@@ -34,10 +34,10 @@ def test_what_rank_0_deals_out_reaches_each_rank_alone(tmp_path: Path) -> None:
             calls.append(values)
             return [f"{value} of {len(values)}" for value in values]
 
-        return world.agreement.dealt(world.rank * 10, deal), len(calls)
+        return world.agreement.scatter_plan(world.rank * 10, deal), len(calls)
 
     assert on_ranks(3, act, scratch=tmp_path) == [("0 of 3", 1), ("10 of 3", 0), ("20 of 3", 0)]
-    assert World.alone().agreement.dealt("a", lambda values: values * 2) == "a"
+    assert World.alone().agreement.scatter_plan("a", lambda values: values * 2) == "a"
 
 
 def test_a_sum_is_over_all_ranks_and_in_place(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_action_gives_each_rank_its_result_or_all_ranks_rank_0s(tmp_path: Pat
             return f"done by {world.rank}"
 
         agreement = world.agreement
-        return agreement.together(action, what=""), agreement.on_rank_0(action, what=""), agreement.to_rank_0(calls)
+        return agreement.all_or_fail(action, what=""), agreement.on_rank_0(action, what=""), agreement.to_rank_0(calls)
 
     both = [[0, 0], [1]]  # rank 0 alone has acted twice
     assert on_ranks(2, act, scratch=tmp_path) == [("done by 0", "done by 0", both), ("done by 1", "done by 0", [])]
@@ -142,10 +142,10 @@ def test_rank_0_judges_what_differs_and_all_ranks_learn_the_end(tmp_path: Path) 
                 raise NoValidCheckpoint(f"seven, among {sorted(of_ranks)}")
             return sorted(of_ranks.values())
 
-        found = [agreement.judged(1, judge), agreement.judged(world.rank, judge)]
+        found = [agreement.decide_on_rank_0(1, judge), agreement.decide_on_rank_0(world.rank, judge)]
         for value in (7, world.rank + 5):
             with pytest.raises(NoValidCheckpoint, match="seven") as end:
-                agreement.judged(value, judge)
+                agreement.decide_on_rank_0(value, judge)
             found.append(str(end.value))
         return found
 
@@ -173,7 +173,7 @@ def test_a_disk_that_refuses_one_rank_fails_all_of_them(tmp_path: Path) -> None:
 
         texts = []
         for run in (
-            lambda: world.agreement.together(write_on_1, what="checkpoint not written"),
+            lambda: world.agreement.all_or_fail(write_on_1, what="checkpoint not written"),
             lambda: world.agreement.on_rank_0(write, what="checkpoint not written"),
         ):
             with pytest.raises(DiskFailed) as failed:
@@ -188,7 +188,7 @@ def test_a_disk_that_refuses_one_rank_fails_all_of_them(tmp_path: Path) -> None:
 
 def test_another_error_in_an_action_is_not_swallowed(alone: World) -> None:
     with pytest.raises(ZeroDivisionError):
-        alone.agreement.together(lambda: 1 // 0, what="not divided")
+        alone.agreement.all_or_fail(lambda: 1 // 0, what="not divided")
 
 
 def test_a_threads_agreement_does_not_pair_with_the_first(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_one_process_agrees_with_itself_at_once(alone: World) -> None:
     assert agreement.gather("mine") == ["mine"] and agreement.from_rank_0(3) == 3
     assert agreement.any_flags(True, False) == [True, False]
     assert agreement.sum(torch.tensor(2.0)).item() == 2.0
-    assert agreement.together(lambda: 7, what="") == agreement.on_rank_0(lambda: 7, what="") == 7
-    assert agreement.to_rank_0(7) == [7] and agreement.judged(7, len) == 1
+    assert agreement.all_or_fail(lambda: 7, what="") == agreement.on_rank_0(lambda: 7, what="") == 7
+    assert agreement.to_rank_0(7) == [7] and agreement.decide_on_rank_0(7, len) == 1
     agreement.barrier()
     agreement.finish()

@@ -37,10 +37,10 @@ def test_64_processes_agree(tmp_path: Path) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return world.rank
 
-        said = [agreement.from_rank_0(f"from {world.rank}"), agreement.dealt(world.rank, lambda ranks: ranks[::-1])]
+        said = [agreement.from_rank_0(f"from {world.rank}"), agreement.scatter_plan(world.rank, lambda ranks: ranks[::-1])]
         said.append(agreement.sum(torch.tensor([float(world.rank)])).item())
         with pytest.raises(DiskFailed) as failed:
-            agreement.together(write, what="not written")
+            agreement.all_or_fail(write, what="not written")
         said.append(str(failed.value))
         agreement.any_flags(world.rank == 40, False)
         said.append(agreement.any_flags(False, False))
@@ -135,9 +135,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wire]:
                     patched.setattr(module, name, getattr(wire, name))
             patched.setattr(dist, "new_group", lambda *ranks, **options: new_group(*ranks, **options | {"backend": "fake"}))
             patched.setattr(worlds, "require_one_kind", lambda *_, **__: None)
-            patched.setattr(worlds, "num_operations", lambda group: 0)
             patched.setattr(worlds, "attempt_store", lambda *_, **__: fake_pg.FakeStore())
-            patched.setattr(World, "_collectives", lambda self: (0, 0))
             # what rank 0 is said to share with all others would be written by them, and they are not there
             patched.setattr(chunks, "deal", lambda tables: [set(tables[0]), *(set() for _ in tables[1:])])
             join = Groups.join

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.parallel import shard
-from framework.runtime.torch_internals import num_operations
 from framework.training.trainer import Trainer
-from tests.harness import Ended, Says, command, finished
+from tests.harness import Ended, Says, command, finished, num_operations
 
 RUN = ["model=cnn", "model.channels=[16,32]", "model.norm=batch", "micro_batch_size=16", "trainer.max_epochs=3",
        "trainer.eval_every=null", "checkpoint.every=null", "launch.nproc_per_node=2"]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import hashed
+from framework.checkpoint import format
 from framework.checkpoint.store import CheckpointStore
 from framework.runtime.environment import Environment
 from tests.harness import Ended, assert_same_bits, command, finished
@@ -87,7 +87,7 @@ class Points:
             write_text(self, text)
             points.pass_by("after write_text")
 
-        hashed.os = SimpleNamespace(**vars(os) | {"write": in_halves})  # type: ignore[assignment]
+        format.os = SimpleNamespace(**vars(os) | {"write": in_halves})  # type: ignore[assignment]
         Path.write_text = written  # type: ignore[method-assign,assignment]
 
 

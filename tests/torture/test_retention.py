@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from framework.checkpoint import manifest
-from framework.checkpoint.hashed import digest
+from framework.checkpoint.format import digest
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
 from framework.runtime.environment import Environment

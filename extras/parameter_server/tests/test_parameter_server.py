@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from extras.parameter_server.asynchronous import Hogwild
 from extras.parameter_server.synchronous import Notices, Server
 from framework.build import components
-from framework.checkpoint.canonical import Held, state_tensors
+from framework.checkpoint.canonical import TrainingState, state_tensors
 from framework.checkpoint.manifest import read_state
 from framework.data.loader import Loader
 from framework.data.order import Order
@@ -256,7 +256,7 @@ def by_hand(line: list[str]) -> dict[str, torch.Tensor]:
             for group, peak in zip(optimizer.param_groups, peaks):
                 group["lr"] = peak * schedule(step, STEPS)
             optimizer.step()
-    return state_tensors(Held(model, optimizer, None))
+    return state_tensors(TrainingState(model, optimizer, None))
 
 
 @pytest.mark.parametrize("line", [SGD, MUON], ids=["sgd", "muon"])

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from framework.distributed.hang.board import Beat, Board, BoardView, RankSlot, RankState, request_stacks
+from framework.distributed.hang.board import Board, BoardView, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
 from framework.runtime.forks import busy_s, stat_of
@@ -51,17 +51,15 @@ class RankReport:
     manner: str  # what the rank does instead of waiting for other ranks; empty if it waits
 
     def __str__(self) -> str:
-        where = f"in {self.slot.beats[-1]}" if self.slot.beats else "at its start"
         frame = own_frame(self.stack)
-        return where if frame is None else f"{where}, at {frame}"
+        return self.slot.place if frame is None else f"{self.slot.place}, at {frame}"
 
 
 def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) -> str:
     """Return the verdict on the ranks of a node, in one sentence.
 
-    The guilty rank is the rank that is not waiting for the others. If all ranks wait, but for different collectives, the
-    guilty rank is the one with another number of collectives in a part of the program. The expected number is the number of
-    the other ranks, or the number in the same part before.
+    The guilty rank is the rank that is not waiting for the others. If all ranks wait, but for different collectives, it is
+    the rank that is ahead of the others: it has not waited for them where they wait.
     """
     guilty, waiting = [one for one in seen if one.manner], [one for one in seen if not one.manner]
     everyone = "; ".join(f"rank {one.slot.rank} {one}" for one in seen)
@@ -71,13 +69,17 @@ def judge(seen: Sequence[RankReport], *, timeout_s: float, spans_nodes: bool) ->
         return "; ".join([said, *(f"rank {one.slot.rank} has {waited} {one}" for one in waiting)])
     if spans_nodes:
         return f"{_OF_OTHERS}, and all have {waited} for ranks of another node: {everyone}"
-    found = _outlier(seen, group=0) or _outlier(seen, group=1)
-    if found is None:
-        last = min(seen, key=lambda one: (len(one.slot.beats) and one.slot.beats[-1].number, one.slot.collectives))
-        return (f"rank {last.slot.rank} probably hangs, because it is behind: all have {waited} for each "
-                f"other, and it is not known which rank is wrong: {everyone}")  # fmt: skip
-    rank, said = found
-    return f"rank {rank} hangs: {said}; all have {waited} for each other: {everyone}"
+    return f"{_left_out(seen)}; all have {waited} for each other: {everyone}"
+
+
+def _left_out(seen: Sequence[RankReport]) -> str:
+    """Return which rank is probably wrong, if all ranks wait, but not for the same collective."""
+    by_beats = sorted(seen, key=lambda one: one.slot.num_beats)
+    if len(seen) > 1 and by_beats[-1].slot.num_beats > by_beats[-2].slot.num_beats:
+        first = by_beats[-1].slot
+        return f"rank {first.rank} hangs: it is ahead of the others, {first.place}, so it has left out a collective before"
+    last = min(seen, key=lambda one: (one.slot.num_beats, one.slot.beat_at)).slot
+    return f"rank {last.rank} probably hangs, because its heartbeat is the oldest, but it is not known which rank is wrong"
 
 
 _OF_OTHERS = "no rank of this node hangs"
@@ -88,39 +90,6 @@ def is_of_others(verdict: str) -> bool:
     return verdict.startswith(_OF_OTHERS)
 
 
-def _outlier(seen: Sequence[RankReport], *, group: int) -> tuple[int, str] | None:
-    """Return the first rank that starts another number of collectives on a group than the other ranks, and the difference."""
-    name = ("the default process group", "the control group")[group]
-    done: dict[int, dict[int, int]] = {}  # finished collectives by number of a beat, by rank: from this beat to the next beat
-    under_way: dict[int, dict[int, int]] = {}
-    at: dict[int, Beat] = {}
-    for one in seen:
-        beats = one.slot.beats
-        for beat, after in zip(beats, beats[1:]):
-            done.setdefault(beat.number, {})[one.slot.rank] = after.collectives[group] - beat.collectives[group]
-        for beat in beats[-1:]:
-            under_way.setdefault(beat.number, {})[one.slot.rank] = one.slot.collectives[group] - beat.collectives[group]
-        at |= {beat.number: beat for beat in beats}
-    whole = [number for number, by_rank in done.items() if len(by_rank) == len(seen)]
-    alike = [number for number in whole if len(set(done[number].values())) == 1]
-    if 2 * len(alike) < len(whole):
-        return None  # for example a pipeline: its ranks have different parts
-    usual: dict[tuple[str, str], set[int]] = {}  # by the phases of a beat and of the next beat
-    for number in alike:
-        usual.setdefault((at[number].phase, at[number + 1].phase), set()).update(done[number].values())
-    for number in sorted(set(done) - set(alike)):
-        closed, open_ = done[number], under_way.get(number, {})
-        known = usual.get((at[number].phase, at[number + 1].phase), set())
-        expected = max(known) if len(known) == 1 else max((*closed.values(), *open_.values()))
-        odd = [(rank, begun) for rank, begun in closed.items() if begun != expected]
-        odd += [(rank, begun) for rank, begun in open_.items() if begun > expected]
-        if odd:
-            rank, begun = odd[0]
-            said = f"in {at[number]} it has started {begun} collectives on {name}, but {expected} are expected"
-            return (rank, said) if len(odd) == 1 else None
-    return None
-
-
 _TO_REPORT_S = 1.5  # from the first rank that times out to the last waiting rank that times out
 _TO_DUMP_S = 1.5
 _TO_LOSE_S = 2.0  # from a broken connection to the end of the process at the other end
@@ -128,12 +97,11 @@ _LATE_S = 0.5
 _SETTLED_S = 0.2  # a stack that has not grown for this time is complete
 
 
-def report_error(board: Board, error: Exception, *, collectives: tuple[int, int] | None = None) -> None:
-    """Record on the board how this rank's work has ended. `collectives`: started so far. Only the first report counts."""
+def report_error(board: Board, error: Exception) -> None:
+    """Record on the board how this rank's work has ended. Only the first report counts."""
     state = RankState.TIMED_OUT if is_timeout(error) else RankState.LOST_PEER if is_lost_peer(error) else RankState.FAILED
     if board.mine.state is RankState.RUNNING:
-        stack = "".join(traceback.format_exception(error))
-        board.report(state, stack=stack, collectives=collectives or board.mine.collectives)
+        board.report(state, stack="".join(traceback.format_exception(error)))
 
 
 def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:

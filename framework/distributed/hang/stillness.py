@@ -25,7 +25,7 @@ class Stillness:
             self._since = self._woke_at = now
             self._slept_s = now - self._looked_at
         self._looked_at = now
-        beats = [slot.beats[-1].number if slot.beats else -1 for slot in slots]
+        beats = [slot.num_beats for slot in slots]
         busy = sum(busy_s(pid) for slot in slots if slot.pid for pid in (slot.pid, *descendants(slot.pid)))
         if any(slot.has_reported for slot in slots) or beats != self._beats or self._works(busy, now):
             self._beats, self._busy_s, self._since = beats, busy, now

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.checkpoint.tensors import Entry, read_header
+from framework.checkpoint.format import Entry, read_header
 from framework.config.init_from import InitFile, files_of, index_of
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import shown
@@ -13,7 +13,7 @@ from framework.runtime.problem import shown
 NUM_LISTED = 8  # how many names a message lists
 
 
-class Stored(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in a file."""
 
     path: Path
@@ -23,12 +23,12 @@ class Stored(NamedTuple):
     is_strict: bool = False  # the tensor must fit the model
 
 
-def stored_tensors(entries: Sequence[InitFile]) -> dict[str, Stored]:
+def stored_tensors(entries: Sequence[InitFile]) -> dict[str, FileTensor]:
     """Return the tensors of the entries by the model's names. This reads only headers.
 
     Raise Invalid if a file is not plain safetensors, a pattern matches nothing, or two tensors would get the same name.
     """
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, FileTensor] = {}
     for entry in entries:
         try:
             own = tensors_of(entry)
@@ -40,10 +40,10 @@ def stored_tensors(entries: Sequence[InitFile]) -> dict[str, Stored]:
     return tensors
 
 
-def tensors_of(entry: InitFile) -> dict[str, Stored]:
+def tensors_of(entry: InitFile) -> dict[str, FileTensor]:
     """Return the tensors of one entry. The message of Invalid does not name the entry."""
     held = _held(Path(entry.file))
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, FileTensor] = {}
     for old, name in entry.named(held).items():
         if name in tensors:
             raise Invalid(f"has {tensors[name].name} and {old}, which would both be {name}")
@@ -59,10 +59,10 @@ def tensors_of(entry: InitFile) -> dict[str, Stored]:
     return tensors
 
 
-def _held(path: Path) -> dict[str, Stored]:
+def _held(path: Path) -> dict[str, FileTensor]:
     first, *files = files_of(path)
     if not files:
-        return {name: Stored(first, name, entry) for name, entry in read_header(first).items()}
+        return {name: FileTensor(first, name, entry) for name, entry in read_header(first).items()}
     headers = {}
     for file in files:
         try:
@@ -72,7 +72,7 @@ def _held(path: Path) -> dict[str, Stored]:
     places = index_of(first)
     if absent := [name for name, file in places.items() if name not in headers[file]]:
         raise Invalid(f"says that {shown(absent[0])} is in {places[absent[0]]}, but {shown(absent[0])} is not there")
-    return {name: Stored(first.with_name(file), name, headers[file][name]) for name, file in places.items()}
+    return {name: FileTensor(first.with_name(file), name, headers[file][name]) for name, file in places.items()}
 
 
 def listed(names: list[str]) -> str:

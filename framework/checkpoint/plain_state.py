@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from framework.checkpoint.held import Held
-from framework.checkpoint.state import Kept, SavedGroup
+from framework.checkpoint.state import PlainState, SavedGroup
+from framework.checkpoint.training_state import TrainingState
 from framework.distributed.world import World
 from framework.optim.update import group_values
 from framework.runtime.exits import Unfit
@@ -23,12 +23,12 @@ _LARGEST = 4096  # the most elements of a tensor that is written as numbers
 _EXTRA = "_extra_state"  # torch's name for the result of a module's get_extra_state()
 
 
-class Unkept(TypeError):
+class NotSerializable(TypeError):
     """A value that cannot be written as plain data. The message names its type."""
 
 
 def encoded(value: Any) -> Any:
-    """Return a value as JSON. Raise Unkept unless it is a number, a text, a small tensor, or a list or dictionary of these."""
+    """Return a value as JSON: a number, a text, a small tensor, a list or dictionary of these. Else raise NotSerializable."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -43,7 +43,7 @@ def encoded(value: Any) -> Any:
         numbers = [encoded(number) for number in value.detach().flatten().tolist()]
         return {"tensor": numbers, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     size = f" with {value.numel():,} numbers" if isinstance(value, Tensor) else ""
-    raise Unkept(f"a value of type {type(value).__name__}{size}")
+    raise NotSerializable(f"a value of type {type(value).__name__}{size}")
 
 
 def decoded(data: Any, *, like: Any = None) -> Any:
@@ -95,14 +95,14 @@ def _equal(one: Any, other: Any) -> bool:
 # --- the whole state
 
 
-def kept_here(held: Held, *, initial: Sequence[Mapping[str, Any]]) -> Kept:
+def plain_state_of(held: TrainingState, *, initial: Sequence[Mapping[str, Any]]) -> PlainState:
     """Return the plain state of this rank. `initial` are the groups' values from the construction of the optimizer."""
     module, optimizer = held.module, held.optimizer
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    kept = Kept()
+    kept = PlainState()
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor):
-            raise Unkept(f"{shown(parameter)}, an entry that belongs to no parameter")
+            raise NotSerializable(f"{shown(parameter)}, an entry that belongs to no parameter")
         plain = {key: encoded(value) for key, value in state.items() if value is not None and not isinstance(value, Tensor)}
         if plain and id(parameter) in names:
             kept.numbers[names[id(parameter)]] = plain
@@ -128,16 +128,18 @@ def require_same_parts(states: Sequence[Mapping[str, Any]]) -> None:
             raise Unfit(f"part.{key}: differs between the processes (sum, gather and any of the loop let them agree)")
 
 
-def kept_by_all(held: Held, *, initial: Sequence[Mapping[str, Any]], world: World) -> Kept:
+def plain_state_of_all(held: TrainingState, *, initial: Sequence[Mapping[str, Any]], world: World) -> PlainState:
     """Return the plain state of all ranks. Collective. Raise Unfit, on every rank, if ranks differ in a common entry."""
-    mine = kept_here(held, initial=initial).model_dump()
-    return world.agreement.judged(mine, lambda found: merged([Kept.model_validate(part) for part in found.values()]))
+    mine = plain_state_of(held, initial=initial).model_dump()
+    return world.agreement.decide_on_rank_0(
+        mine, lambda found: merged([PlainState.model_validate(part) for part in found.values()])
+    )
 
 
-def merged(parts: Sequence[Kept]) -> Kept:
+def merged(parts: Sequence[PlainState]) -> PlainState:
     """Return the plain state of all ranks. Raise Unfit if ranks differ in a common entry."""
     require_same_parts([part.parts for part in parts])
-    whole, seen = Kept(parts=parts[0].parts), dict[str, SavedGroup]()
+    whole, seen = PlainState(parts=parts[0].parts), dict[str, SavedGroup]()
     for part in parts:
         for name, values in part.numbers.items():
             if whole.numbers.setdefault(name, values) != values:
@@ -152,7 +154,7 @@ def merged(parts: Sequence[Kept]) -> Kept:
     return whole
 
 
-def give_back(kept: Kept, held: Held, *, late: Mapping[str, Tensor]) -> None:
+def restore_plain(kept: PlainState, held: TrainingState, *, late: Mapping[str, Tensor]) -> None:
     """Restore this rank's plain state, and the tensors of parts that are not loaded in place.
 
     Raise ValueError if parameters that share a group had different values.

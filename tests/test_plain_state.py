@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.kept import Unkept, decoded, encoded
+from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished, slow_but
 from tests.test_resume import after_step, crash, preempt
 
@@ -120,7 +120,7 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), print, torch.zeros(100_000), 1j, [print]], ids=lambda v: type(v).__name__)
 def test_what_is_no_plain_value_is_not_kept(value: Any) -> None:
-    with pytest.raises(Unkept):
+    with pytest.raises(NotSerializable):
         encoded(value)
 
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from framework.optim.update import Average
 
 
-class HeldParts(Protocol):
+class PartsState(Protocol):
     """The state of a run's parts, by paths: tensors, and other values in encoded form.
 
     Tensors are loaded in place. `late` contains the tensors that a new part does not have yet, or has with another shape.
@@ -22,11 +22,11 @@ class HeldParts(Protocol):
     def give_back(self, plain: Mapping[str, Any], late: Mapping[str, Tensor]) -> None: ...
 
 
-class Held(NamedTuple):
+class TrainingState(NamedTuple):
     """The objects of a run with state that a checkpoint keeps."""
 
     module: nn.Module
     optimizer: Optimizer
     average: Average | None
     task: nn.Module | None = None  # its buffers are kept
-    parts: HeldParts | None = None
+    parts: PartsState | None = None
