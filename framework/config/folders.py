@@ -74,10 +74,8 @@ def option_of(group: str, node: Mapping[str, Any]) -> str:
 
     Without such an option, the last part of the target's dotted path.
     """
-    found = {name: option_node(group, name) for name in options(group)}
-    fitting = [
-        name for name, file in found.items() if file.get("_target_") == node.get("_target_") and file.keys() <= node.keys()
-    ]
+    target, found = node.get("_target_"), {name: option_node(group, name) for name in options(group)}
+    fitting = [name for name, file in found.items() if file.get("_target_") == target and file.keys() <= node.keys()]
     return max(fitting, key=lambda name: len(found[name]), default=str(target).rpartition(".")[2])
 
 
