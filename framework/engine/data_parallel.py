@@ -147,7 +147,7 @@ class DataParallelEngine(Engine):
 
     def _exchange(self, own: Tensor) -> Tensor:
         if self.no_gather:
-            raise Unfit(f"{self.no_gather}, but the task's step calls gather() (samples)")
+            raise Unfit(f"{self.no_gather}, but the task's loss_of_rows() reads the rows of all samples (samples)")
         return gather_rows(own, group=self._data_group) if self._has_others else own
 
     def _averaged(self, compute: Callable[[], Tree]) -> Tree:

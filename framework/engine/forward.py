@@ -49,10 +49,10 @@ class Forward:
         self._takes_16_bits = says_itself(self.task, "takes_16_bits")
         self.measures_by_step = self.trains_by_step and not measures(self.task)
 
-    def seed_draws(self, *, step: int | None, micro_batch: int, turn: str = "") -> None:
+    def seed_draws(self, *phase: str, step: int | None, micro_batch: int, turn: str = "") -> None:
         """Seed the model's random draws by step and micro-batch, not by rank. Step None: an evaluation."""
         at: tuple[int | str, ...] = ("forward", step, micro_batch) if step is not None else ("evaluation", micro_batch)
-        self.draws = Draws((*at, "turn", turn) if turn else at)
+        self.draws = Draws((*at, *(("turn", turn) if turn else ()), *phase))
         self._seed(*self.draws.key)
 
     def begin_call(self) -> None:

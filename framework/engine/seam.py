@@ -67,7 +67,8 @@ class Task(Protocol):
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]: ...
 
-    # A task may also have: `step(call, batch, context)`, which replaces one forward and `loss` (framework/engine/own_step.py);
+    # A task may also have: `step(call, batch, context)`, which replaces one forward and `loss`, and with it
+    # `loss_of_rows(own, everyone, batch, context)`, a loss of the results for all samples (framework/engine/own_step.py);
     # `derived(means) -> dict[str, float]`; `predictions(outputs, targets)`, the arguments of a metric's update(), as a tuple or
     # a mapping of names; `written(outputs) -> dict[str, Tensor]`, what mode=predict writes for a batch; `compile_loss()`, which
     # trainer.compile=true calls; `takes_16_bits = True`: in training, its loss takes outputs in the dtype of autocast.
