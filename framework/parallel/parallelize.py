@@ -25,9 +25,8 @@ from framework.parallel.first_weights import fill
 from framework.parallel.invariant import invariant
 from framework.parallel.model_parallel import place
 from framework.parallel.pipelining.engine import PipelineEngine
-from framework.parallel.pipelining.schedules import ScheduleName
+from framework.parallel.pipelining.schedules import Balance, ScheduleName
 from framework.parallel.pipelining.sent import SendDtype
-from framework.parallel.pipelining.times import Balance
 from framework.parallel.trail import Trail
 from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
@@ -327,7 +326,6 @@ class _Layout:
             is_counted=self.is_counted,
             schedule=self.options.get("schedule", "1f1b"),
             send_dtype=self.options.get("send_dtype"),
-            balance=self.options.get("balance", "operations"),
             cut_stage=cut if styles or "shard" in self.axes else None,
             same_stages=group_over(self.mesh, "replicate", "shard", "context"),
             summed_over=group_over(self.mesh, *summed),

@@ -10,7 +10,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from framework.engine.seam import Demands
 from framework.modules.parts import chain_of
-from framework.modules.trace import traced
 from framework.parallel.pipelining.chain import Stage, stray_parameters, weighty
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut
 from framework.parallel.pipelining.schedules import KINDS
@@ -18,13 +17,8 @@ from framework.parallel.shard import ShardOptions, shard_model
 from framework.parallel.tensor import own_outputs
 
 
-def problems(
-    model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, balance: str = "operations", **others: object
-) -> list[str]:
+def problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, **others: object) -> list[str]:
     """Return why this model cannot be cut into so many stages, or why the run cannot use these stages."""
-    if balance == "time" and traced(model) is None:
-        return ["balance=time: runs the model on example inputs, but this dataset does not describe its inputs; take "
-                "balance=operations"]  # fmt: skip
     most_models = "ddp, zero, fsdp and hsdp take most models"
     if demands.own_step:
         return [f"pipeline: runs a model once for each micro-batch, but the task has its own step; {most_models}"]
