@@ -19,7 +19,7 @@ from framework.modules.parts import blocks_of, description, experts_of
 from framework.parallel import context as contexts
 from framework.parallel import expert as experts
 from framework.parallel import pipeline as pipelines
-from framework.parallel import replica, shard, tensor, vocabulary, zero
+from framework.parallel import replica, shard, tensor, zero
 from framework.parallel.dealing import dealing
 from framework.parallel.first_weights import fill
 from framework.parallel.invariant import invariant
@@ -200,7 +200,7 @@ class _Layout:
             return self._pipeline()
         if "tensor" in self.axes:
             tensor.cut_layers(model, mesh=mesh["tensor"], sequence=options.get("sequence"), evenly="shard" in self.axes,
-                              keeps_cut=vocabulary.stays_cut(self.forward.task))  # fmt: skip
+                              keeps_cut=tensor.stays_cut(self.forward.task))  # fmt: skip
         if "expert" in self.axes:
             experts.cut_experts(model, mesh=mesh["expert"])
         self._cut_tokens()
@@ -309,8 +309,8 @@ class _Layout:
         self._cut_tokens()
         layers, styles = self.mesh["tensor"] if "tensor" in self.axes else None, dict[str, Any]()
         if layers is not None:
-            styles = tensor.styles_of(self.model, num_parts=layers.size(), keeps_cut=vocabulary.stays_cut(self.forward.task))
-            styles = tensor.even(styles, self.model, num_parts=layers.size())
+            keeps_cut = tensor.stays_cut(self.forward.task)
+            styles = tensor.styles_of(self.model, num_parts=layers.size(), keeps_cut=keeps_cut, evenly=True)
         cut = partial(
             pipelines.cut_and_shard, self.model, styles=styles, tensor=layers, on=self.world.device,
             mesh=self._shard_mesh("context") if "shard" in self.axes else None, options=self.sharding,
