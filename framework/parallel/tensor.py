@@ -17,7 +17,7 @@ from torch.distributed.tensor import parallel as styling
 
 from framework.engine.seam import Task, says_itself
 from framework.modules.parts import own_answer
-from framework.modules.tensors import gradient_of, local, whole
+from framework.modules.tensors import local, whole
 from framework.modules.trace import traced
 from framework.parallel.sequence import applies, sequence_problems, with_sequence
 from framework.runtime.log import LOGGER
@@ -95,15 +95,9 @@ class ByTokens(styling.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
-        module.weight.register_post_accumulate_grad_hook(_cut_gradient)  # type: ignore[union-attr,operator]
         module.register_forward_pre_hook(_refuse_others)
         module.register_forward_hook(lambda _, __, outputs: outputs.clone())  # as in ByOutputs
         return module
-
-
-def _cut_gradient(weight: Tensor) -> None:
-    """Keep the gradient of this process's rows: torch computes that of all rows on each process."""
-    gradient_of(weight)
 
 
 def _refuse_others(layer: nn.Module, given: tuple[Any, ...]) -> None:
