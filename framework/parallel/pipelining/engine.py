@@ -24,7 +24,6 @@ from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
 from framework.parallel.pipelining.sent import SendDtype, Sent
-from framework.parallel.pipelining.times import Balance, agreed_spans
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_stages import greet_others_only
 
@@ -52,7 +51,6 @@ class PipelineEngine(Engine):
         dp_size: int = 1,
         is_counted: bool = True,
         send_dtype: SendDtype = None,
-        balance: Balance = "operations",
         cut_stage: Callable[[Stage], None] | None = None,
         same_stages: dist.ProcessGroup | None = None,
         summed_over: dist.ProcessGroup | None = None,
@@ -69,7 +67,7 @@ class PipelineEngine(Engine):
         self._dtype = next(nn.Module.parameters(model)).dtype
         self._owners = owners(schedule, num_ranks=self._size)
         self._num_stages = len(self._owners)
-        self._spans = agreed_spans(self._chain, owners=self._owners, balance=balance, forward=forward, world=world)
+        self._spans = self._chain.spans(self._chain.costs(forward.example), num_stages=self._num_stages)
         self.sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
         own = [n for n, rank in enumerate(self._owners) if rank == self._rank]
         self.stages = self._chain.keep_own(self._spans, own=own, device=world.device)
