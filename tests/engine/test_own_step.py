@@ -10,6 +10,8 @@ from torch import nn
 
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
+from framework.optim.optimizers import Trainable
+from framework.optim.update import AveragedWeights
 from tests.engine.test_data_parallel import gradients, linear, step
 
 
@@ -117,3 +119,21 @@ def test_a_step_does_not_read_weights_that_a_strategy_may_have_cut(read: Any) ->
 def test_inference_mode_around_gather_is_refused() -> None:
     with pytest.raises(TypeError, match="inference_mode"):
         run(Within(torch.inference_mode, lambda: None), 0, 3, 7)
+
+
+class Fails:
+    """A step that calls the averaged weights with inputs that they do not take."""
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        return context.averaged(batch.inputs.float()[:, :1]).sum()
+
+
+def test_an_error_of_the_averaged_weights_leaves_those_of_training() -> None:
+    module = linear().float()
+    engine, weights = engine_of(Fails(), module), module.weight.detach().clone()
+    average = AveragedWeights([Trainable("weight", module.weight, False, True)], share=lambda step: 1.0)
+    average.tensors["weight"].zero_()
+    engine.use_average(average)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        engine.forward_backward(step(4), index=0, loss_scale=1.0, measure=False)
+    assert torch.equal(module.weight, weights)
