@@ -80,7 +80,7 @@ STEPS = {
 WHOLE = "the task has its own step"
 REFUSED = {
     **{(task, strategy): WHOLE for task in STEPS for strategy in ("pipeline", "ddp+pp", *CONTEXTS)},
-    **{(task, "pp+fsdp+tp"): "does not have chain()" for task in STEPS},
+    **{(task, "pp+fsdp+tp"): "the task has its own step" for task in STEPS},
     **{("GradientPenalty", strategy): "differentiates the model itself" for strategy in ("fsdp", "hsdp")},
     **{("GradientPenalty", strategy): "2 processes" for strategy in ("tensor", "fsdp+tp")},
 }

@@ -84,7 +84,7 @@ MALFORMED: dict[str, list[str]] = {
     "model.dimm=3": [f"model.dimm: unknown key ({CNN})"],
     "optimizer=sgd optimizer.betas=[0.9,0.9]": ["optimizer.betas: unknown key (optimizer has lr, momentum, nesterov, weight_decay, groups, turns)"],
     "dataset.root=/x": ["dataset.root: unknown key (dataset has augment, num_workers, batch_transform, keep_on_cpu)"],
-    "parallel.replicate=2": ["parallel.replicate: unknown key (this parallel has no keys)"],
+    "parallel.replicate=2": ["parallel.replicate: 2, but launch.nproc_per_node gives 1 process (try launch.nproc_per_node=2, or null for one axis, which takes the rest)"],
     "logger.wandb.project=a": ["logger.wandb.project: unknown key (only with logger=wandb)"],
     "model.foo.bar=1 model.foo.baz=2": ["model.foo.bar: unknown key (python train.py --help lists the keys)", "model.foo.baz: unknown key (python train.py --help lists the keys)"],
     # a value where a section is expected, and the other way round

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.build.training import Builder
+from framework.config.folders import option_of
 from framework.config.targets import locate
 from framework.data.order import parts
 from framework.distributed.mesh import resolve_axes
 from framework.parallel.pipelining.schedules import order_of, owners
 from framework.parallel.pipelining.timetable import Placed, timetable, waiting_in
-from framework.preflight.processes import axes_of, option_of
+from framework.preflight.processes import axes_of
 
 _COLORS = {"FORWARD": "#7db4e6", "FULL_BACKWARD": "#f0a04b", "BACKWARD_INPUT": "#f0a04b", "BACKWARD_WEIGHT": "#7cc48f"}
 _LIGHTER = {"FORWARD": "#cfe3f6", "FULL_BACKWARD": "#fadcb8", "BACKWARD_INPUT": "#fadcb8", "BACKWARD_WEIGHT": "#cdeacf"}
@@ -73,7 +74,7 @@ def planned_pipeline(build: Builder) -> PlannedPipeline:
     """Return the timetable of a step of the run that `build` would build. Raise ValueError without a pipeline."""
     config, parallel = build.config, build.config.parallel
     own_order = getattr(inspect.getmodule(locate(parallel["_target_"])), "planned_order", None)
-    name = option_of(parallel) if own_order is not None else parallel.get("schedule")
+    name = option_of("parallel", parallel) if own_order is not None else parallel.get("schedule")
     sizes = resolve_axes(axes_of(parallel), world_size=config.launch.most_processes)
     if name is None or "pipeline" not in sizes:
         raise ValueError("parallel: has no pipeline to draw (parallel=pipeline, ddp+pp or pp+fsdp+tp)")

@@ -69,6 +69,16 @@ def value_names(key: str, node: Mapping[str, Any]) -> list[str]:
             if file.get("_for_") == node.get("_target_") and node.keys() >= {*file.get("_needs_", ())}]  # fmt: skip
 
 
+def option_of(group: str, node: Mapping[str, Any]) -> str:
+    """Return the name of the option that a node comes from: with its target, and with the most of its keys.
+
+    Without such an option, the last part of the target's dotted path.
+    """
+    target, found = node.get("_target_"), {name: option_node(group, name) for name in options(group)}
+    fitting = [name for name, file in found.items() if file.get("_target_") == target and file.keys() <= node.keys()]
+    return max(fitting, key=lambda name: len(found[name]), default=str(target).rpartition(".")[2])
+
+
 def is_group(name: str) -> bool:
     """Return whether there is a folder with options of this name. A group in a group has a name such as `model/encoder`."""
     return name.split("/")[0] in groups() and bool(options(name))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.build.training import Builder
+from framework.config.folders import option_of
 from framework.data.loader import Loader
 from framework.distributed.world import World
 from framework.engine.seam import Step
@@ -39,7 +40,7 @@ def evaluate(build: Builder) -> Exit:
             "samples": len(loader.source),
             "checkpoint": model.path.name if model.path.is_relative_to(directory.path) else str(model.path),
             "precision": config.precision.name,
-            "parallel": config.parallel["_target_"].rpartition(".")[2],
+            "parallel": option_of("parallel", config.parallel),
             "world_size": world.world_size,
         }
         row |= {f"eval_{name}" if name in row else name: fact for name, fact in facts.items()}  # a metric may be a `precision`

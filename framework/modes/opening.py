@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from framework.build.training import Builder
+from framework.config.folders import option_of
 from framework.loggers.sink import RunInfo
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.facts import say
@@ -58,7 +59,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
     trainer.recorder.open(
         info,
         world_size=world.world_size,
-        parallel=_last(config.parallel),
+        parallel=option_of("parallel", config.parallel),
         parameters=num_parameters,
         total_steps=info.total_steps,
         monitor=config.checkpoint.monitor,
@@ -71,7 +72,7 @@ def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) 
     yield "model", f"{_last(config.model)} in {config.precision.name}"
     axes = zip(mesh.mesh_dim_names or (), mesh.shape) if mesh is not None else ()
     over = "".join(f", {axis} {size}" for axis, size in axes)
-    yield "strategy", f"{_last(config.parallel)}{over}: {_devices(places)}"
+    yield "strategy", f"{option_of('parallel', config.parallel)}{over}: {_devices(places)}"
     loader = trainer.splits.loader("train")
     cut = f" in micro-batches of {config.micro_batch_size}" if config.micro_batch_size is not None else ""
     yield "data", f"{_last(config.dataset)}: {len(loader.source):,} training samples, {config.global_batch_size} a step{cut}"

@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from framework.config.folders import option_node, options
+from framework.config.folders import option_of
 from framework.config.launch import LaunchSection
 from framework.config.schema import BackendSection, Node
 from framework.distributed.mesh import MESH_AXES, resolve_axes
@@ -43,7 +43,9 @@ def with_processes(
     for num_nodes in sorted({counts[0], counts[-1]}):  # a number between them need not fit: see `fitting_nodes`
         if counts != range(1, 2):
             source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
-        problems += _mesh_problems(axes, count=count * num_nodes, source=source, start=start, option=option_of(parallel))
+        problems += _mesh_problems(
+            axes, count=count * num_nodes, source=source, start=start, option=option_of("parallel", parallel)
+        )
     if not problems and world_size is None:
         problems = _device_problems(launch, parallel, on_gpus=backend.device(device) != "cpu")
     return launch, problems
@@ -65,13 +67,6 @@ def fitting_nodes(launch: LaunchSection, parallel: Node) -> list[int]:
     counts = {num_nodes: launch.num_processes * num_nodes for num_nodes in launch.node_counts}
     axes = axes_of(parallel)
     return [n for n, count in counts.items() if not _mesh_problems(axes, count=count, source="", start="", option="")]
-
-
-def option_of(parallel: Node) -> str:
-    """Return the name of the option with this strategy, or else the last part of the strategy's dotted path."""
-    target = parallel.get("_target_")
-    known = (name for name in options("parallel") if option_node("parallel", name).get("_target_") == target)
-    return next(known, str(target).rpartition(".")[2])
 
 
 def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, start: str, option: str) -> list[Problem]:

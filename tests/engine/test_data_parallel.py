@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from framework.parallel.attention.cut import Cut
 from torch import Tensor, nn
 
 from framework.engine import seam
@@ -13,7 +12,6 @@ from framework.engine.buffers import Buffers
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Engine, EngineAround, MicroBatch, Step
-from framework.parallel.context import ContextEngine
 from framework.runtime.exits import Unfit
 from framework.tasks.regression import Regression
 
@@ -172,7 +170,7 @@ def test_an_engine_that_forgets_what_it_must_say_cannot_exist() -> None:
 
 
 def test_a_process_with_some_tokens_of_each_sample_has_no_whole_outputs() -> None:
-    sliced = ContextEngine(engine(linear()), cut=Cut.contiguous(rank=0, size=2), dp_rank=0)
+    sliced = engine(linear(), slice=lambda micro_batch: micro_batch)
     with pytest.raises(Unfit, match="no process has the outputs of the whole model"):
         sliced.outputs(INPUTS)
 
