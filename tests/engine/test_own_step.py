@@ -125,7 +125,7 @@ class Fails:
     """A step that calls the averaged weights with inputs that they do not take."""
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
-        return context.averaged(batch.inputs.float()[:, :1]).sum()
+        return context.averaged(batch.inputs.float()[:, :1].unsqueeze(0)).sum()
 
 
 def test_an_error_of_the_averaged_weights_leaves_those_of_training() -> None:
@@ -135,5 +135,5 @@ def test_an_error_of_the_averaged_weights_leaves_those_of_training() -> None:
     average.tensors["weight"].zero_()
     engine.use_average(average)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        engine.forward_backward(step(4), index=0, loss_scale=1.0, measure=False)
+        engine.forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
     assert torch.equal(module.weight, weights)
