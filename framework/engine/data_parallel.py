@@ -159,10 +159,12 @@ class DataParallelEngine(Engine):
         with torch.no_grad(), same_versions(self._parameters):  # a later backward pass needs the same versions
             with without_modes():
                 self._average.swap()
-            outputs = compute()
-            self._forget()
-            with without_modes():
-                self._average.swap()
+            try:
+                outputs = compute()
+            finally:
+                self._forget()
+                with without_modes():
+                    self._average.swap()
         self.buffers.set(start, onto=buffers)
         return map_tensors(Tensor.detach, outputs)
 

@@ -11,7 +11,7 @@ from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
 from framework.engine.seam import Step
-from framework.engine.sums import Sums, add
+from framework.engine.sums import Sums
 from framework.modules.tensors import moved
 from framework.optim.optimizers import MakeOptimizer
 
@@ -106,10 +106,7 @@ class InvariantEngine(DataParallelEngine):
         self.no_gather = "invariance: bitwise, which runs each micro-batch alone"
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        # the number of each rank's first micro-batch, and the count: framework.data.order.parts distributes them in this way
-        count = -(-step.num_samples // self._micro_batch_size)
-        bounds = [-(-rank * count // self.dp_size) for rank in range(self.dp_size + 1)]
-        gradients, others = TreeSum(bounds, rank=self.dp_rank), TreeSum(bounds, rank=self.dp_rank)
+        gradients, others = self._tree(step), self._tree(step)
         names: list[str] = []
         self.buffers.begin_step(is_alone=False)
         factor = self._factor(step, loss_scale, num_samples=step.num_samples)
@@ -135,6 +132,11 @@ class InvariantEngine(DataParallelEngine):
         self._forward.settle(self.module, sums, num_samples=step.num_samples)
         return sums
 
+    def _tree(self, step: Step) -> TreeSum:
+        # the number of each rank's first micro-batch, and the count: framework.data.order.parts distributes them in this way
+        count = -(-step.num_samples // self._micro_batch_size)
+        return TreeSum([-(-rank * count // self.dp_size) for rank in range(self.dp_size + 1)], rank=self.dp_rank)
+
     def _flat_gradient(self) -> Tensor:
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._parameters])
 
@@ -145,9 +147,11 @@ class InvariantEngine(DataParallelEngine):
         return torch.cat([torch.stack([*sums.values()]).double(), flags])
 
     def evaluate(self, step: Step) -> Sums:
-        """Evaluate. The sums are rounded to multiples of 2^-24, so sums over the ranks are exact in any order."""
-        sums: Sums = {}
+        """Evaluate. The sums are added along the tree too; rank 0 has them, and the other ranks have zeros."""
+        tree = self._tree(step)
         for micro_batch in step.micro_batches:
-            of_one = super().evaluate(step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)]))
-            add(sums, {name: torch.round(value.double() * 2**24) / 2**24 for name, value in of_one.items()})
-        return sums
+            sums = super().evaluate(step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)]))
+            values = torch.stack([value.double() for value in sums.values()])
+            if not micro_batch.is_padding:
+                tree.add(micro_batch.start // self._micro_batch_size, values.clone())
+        return {name: value * (self.dp_rank == 0) for name, value in zip(sums, tree.total(values))}

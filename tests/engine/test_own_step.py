@@ -8,6 +8,8 @@ from torch import nn
 
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
+from framework.optim.optimizers import Trainable
+from framework.optim.update import AveragedWeights
 from tests.engine.test_data_parallel import gradients, linear, step
 
 
@@ -80,3 +82,21 @@ def test_rows_of_padding_are_not_among_those_of_all() -> None:
     module = linear().float()
     engine_of(Rows(), module).forward_backward(padded, index=0, loss_scale=1.0, measure=False)
     torch.testing.assert_close(gradients(module), gradients(run(Rows(), 0, 4)))
+
+
+class Fails:
+    """A step that calls the averaged weights with inputs that they do not take."""
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        return context.averaged(batch.inputs.float()[:, :1].unsqueeze(0)).sum()
+
+
+def test_an_error_of_the_averaged_weights_leaves_those_of_training() -> None:
+    module = linear().float()
+    engine, weights = engine_of(Fails(), module), module.weight.detach().clone()
+    average = AveragedWeights([Trainable("weight", module.weight, False, True)], share=lambda step: 1.0)
+    average.tensors["weight"].zero_()
+    engine.use_average(average)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        engine.forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
+    assert torch.equal(module.weight, weights)
