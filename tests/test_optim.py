@@ -19,10 +19,11 @@ from framework.checkpoint.manifest import read_state
 from framework.config.folders import options
 from framework.config.targets import component
 from framework.engine.data_parallel import DataParallelEngine
+from framework.modules.structure import in_eval_mode
 from framework.optim import schedules
 from framework.optim.optimizers import Muon, Trainable, adamw, hidden_matrices, muon, sgd, trainable
 from framework.optim.precision import PRECISIONS, LossScale
-from framework.optim.update import AveragedWeights
+from framework.optim.update import AveragedWeights, Update
 from framework.runtime.exits import Diverged
 from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
@@ -343,6 +344,20 @@ def test_swapping_twice_changes_nothing() -> None:
     assert parameter.tolist() == [2.0] * 3 and average.tensors["w"].tolist() == [3.0] * 3
     average.swap()
     assert parameter.tolist() == [3.0] * 3 and average.tensors["w"].tolist() == [2.0] * 3
+
+
+def test_an_error_in_an_evaluation_leaves_the_weights_and_the_mode_of_training() -> None:
+    model = nn.Linear(2, 1, bias=False).train()
+    nn.init.ones_(model.weight)
+    average = AveragedWeights([Trainable("w", model.weight, False, True)], share=lambda step: 0.5)
+    nn.init.constant_(model.weight, 3.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    update = Update(optimizer, seed=0, peak_lr=0.5, schedule=schedules.Schedule(lambda step: 1.0), loss_scale=LossScale(),
+                    changes=[], average=average)  # fmt: skip
+    with pytest.raises(ValueError, match="a metric"), update.averaged(), in_eval_mode(model):
+        assert model.weight.tolist() == [[1.0, 1.0]] and not model.training
+        raise ValueError("a metric")
+    assert model.weight.tolist() == [[3.0, 3.0]] and average.tensors["w"].tolist() == [[1.0, 1.0]] and model.training
 
 
 # --- schedules: the share of the peak at steps 0, 1, ... of 10

@@ -22,6 +22,7 @@ from framework.parts.activations import Activations
 from framework.parts.batch_warmup import BatchWarmup
 from framework.parts.length_warmup import LengthWarmup
 from framework.parts.swa import SWA
+from framework.training.parts import LoopParts
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, slow_but
 from tests.test_any_training import one  # noqa: F401  # a fixture
 from tests.test_conformance import FOR_EXPERTS, MODELS, NOT_EQUAL, RUN, layouts, name
@@ -444,6 +445,34 @@ def test_replicas_that_part_end_the_run_before_a_checkpoint(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+class InSteps:
+    def step_taken(self, loop: Any) -> None:
+        pass
+
+
+class InRows:
+    def row(self, loop: Any) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"), [([SWA()], 0), ([BatchWarmup(start=1, samples=4)], 0), ([InRows()], 1), ([InRows(), InSteps()], 4)]
+)
+def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(parts: list[Any], expected: int) -> None:
+    """Counted: the messages in four steps, of which one has a row. A part without a moment never has the loop."""
+    asked: list[bool] = []
+    loop: Any = SimpleNamespace(
+        engine=SimpleNamespace(parts={}), trained=dict, any=lambda flag: asked.append(flag), stopped="", step=0, seed=0,
+        device=torch.device("cpu"), has_row=False,
+    )  # fmt: skip
+    held = LoopParts(dict(enumerate(parts)), loop, SimpleNamespace(step_taken=lambda: None))  # type: ignore[arg-type]
+    for number in range(4):
+        held.begin_step(Step(0, 1, []), has_row=number == 3)
+        held.step_taken()
+        held.agree_on_end()
+    assert asked == [False] * expected
+
+
 def test_one_rank_that_stops_ends_the_run_on_all(tmp_path: Path) -> None:
     line = [*RUN, *MODELS["gpt, tied"], *own("StopsOnOneRank"), "rehearse=false", "parallel=ddp", "launch.nproc_per_node=2"]
     ended = finished(*line, root=tmp_path / "runs")

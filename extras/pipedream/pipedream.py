@@ -229,9 +229,6 @@ class PipeDream(PipelineEngine):
                 work.wait()
             sends.clear()
 
-    def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        """Do nothing: the last stage has already divided by the weight of the batch's own loss."""
-
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this stage's own norm. In a measured step and before a checkpoint, return the norm over all stages."""
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None]).to(self._world.device)

@@ -100,7 +100,8 @@ class Buffers:
             now = self.tensors
             if self._moving is None and self._values is not None:
                 self._moving = {i for i in self._read if not torch.equal(now[i], self._values[i])}
-            flags = torch.tensor([self._has_moved(i, now[i]) for i in self._read], dtype=torch.uint8, device=now[0].device)
+            # on the CPU: to read them on a GPU, the host would wait for the GPU
+            flags = torch.tensor([self._has_moved(i, now[i]) for i in self._read], dtype=torch.uint8)
             self._broadcast([flags])
             self._broadcast([now[i] for i, flag in zip(self._read, flags.tolist()) if flag])
         self._values = self._left = None

@@ -27,11 +27,13 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode within the context, and restore the mode of each of its modules afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    yield
-    if modes[model]:
-        model.train()  # call it, because an author may have overridden it
-    for module, is_training in modes.items():
-        module.training = is_training
+    try:
+        yield
+    finally:
+        if modes[model]:
+            model.train()  # call it, because an author may have overridden it
+        for module, is_training in modes.items():
+            module.training = is_training
 
 
 # --- changes

@@ -231,6 +231,8 @@ class Update:
         """Replace the weights by the average, if there is one, within the context."""
         if self.average is not None:
             self.average.swap()
-        yield
-        if self.average is not None:
-            self.average.swap()
+        try:
+            yield
+        finally:
+            if self.average is not None:
+                self.average.swap()

@@ -1,7 +1,5 @@
 """Automatic choice: the simplest strategy with which the model fits into the memory of each process."""
 
-import os
-
 import torch
 from torch import nn
 from typing_extensions import Unpack
@@ -13,6 +11,7 @@ from framework.parallel import zero
 from framework.parallel.parallelize import parallelize
 from framework.parallel.replica import ReplicaOptions
 from framework.runtime.log import LOGGER
+from framework.runtime.memory import machine_memory
 
 _GIB = 2**30
 
@@ -67,7 +66,7 @@ def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, flo
 
 
 def _memory(world: World) -> float:
-    """Return the memory of this process's device in bytes; on the CPU, this process's share of the machine's memory."""
+    """Return the memory of this process's device in bytes; on the CPU, its share of the machine's or control group's memory."""
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_world_size
+    return machine_memory() / world.local_world_size

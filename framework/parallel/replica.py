@@ -122,7 +122,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], *, group: dist.ProcessGrou
     """
     if not parameters:
         return
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)  # on the CPU: the host reads them
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     sum_all((local(gradient_or_zeros(p)) for p, is_used in zip(parameters, used.tolist()) if is_used), group=group)
 

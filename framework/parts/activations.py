@@ -26,7 +26,8 @@ class Activations:
 
     def begun(self, loop: Loop) -> None:
         everything = dict(loop.module.named_modules())
-        named = {name: part for name, part in everything.items() if any(fnmatchcase(name, p) for p in self.modules)}
+        # without the model itself, which no rank of a pipeline calls
+        named = {name: part for name, part in everything.items() if name and any(fnmatchcase(name, p) for p in self.modules)}
         if not loop.any(bool(named)):
             pattern = self.modules[0] if self.modules else ""
             raise ValueError(f"modules={pattern}: matches no module ({nearest_name(pattern, [*everything])})")

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,6 +16,7 @@ from framework.preflight.findings import Finding, Refused
 from framework.preflight.player import small
 from framework.preflight.trial import Trial
 from framework.runtime.log import LOGGER
+from framework.runtime.memory import available_memory
 from framework.runtime.problem import Problem
 
 _LIMIT_S = 120.0
@@ -93,19 +93,13 @@ def _trial(rehearsed: Builder, *, build: Builder) -> list[Finding]:
         return [refused.finding]
 
 
-def _available() -> int:
-    """Return the bytes of memory that a process can get, including the part that the kernel's file cache would free."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 1024 * int(fields["MemAvailable"].split()[0])
-
-
 def _require_memory(build: Builder) -> list[Finding]:
     """Return nothing, but raise MemoryError if the models of a rehearsal would not fit into half of the free memory."""
     model = components.shapes_of(build.config.model, seed=build.config.seed)
     # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
     num_bytes = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2)
     needed = num_bytes * sum(parameter.numel() for parameter in model.parameters())
-    free = _available()
+    free = available_memory()
     if needed > free / 2:
         raise MemoryError(f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
     return []

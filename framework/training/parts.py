@@ -19,6 +19,7 @@ from framework.training.loop import Loop
 
 MOMENTS = ("begun", "step_begun", "gradients_ready", "step_taken", "row", "evaluated", "saving", "ended")
 ANSWERS = ("batch", "batch_size", "average_share", "observe", "can_save")  # methods that are called at other times
+_IN_STEPS = ("begun", "step_begun", "batch", "gradients_ready", "step_taken", "can_save")  # a part may stop the run in any step
 Blame = Callable[[str], AbstractContextManager[None]]
 
 
@@ -34,7 +35,8 @@ class LoopParts:
     ) -> None:
         self.loop, self._guard, self._blame = loop, guard, blame
         self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}}
-        self._may_stop = bool(parts)
+        self._may_stop = any(hasattr(part, moment) for part in parts.values() for moment in _IN_STEPS)
+        self._may_stop_in_rows = self._may_stop or any(hasattr(part, "row") for part in parts.values())
         self._shards = {name: p for name, p in loop.trained().items() if hasattr(p, "device_mesh")}
         self._at = {moment: list(self._having(moment)) for moment in (*MOMENTS, "batch", "can_save")}
         self._each("begun")
@@ -104,8 +106,12 @@ class LoopParts:
         return found
 
     def agree_on_end(self) -> None:
-        """Let every rank know if a part on any rank has stopped the run. Collective."""
-        if self._may_stop and self.loop.any(bool(self.loop.stopped)):
+        """Let every rank know if a part on any rank has stopped the run; without such a part, do nothing. Collective."""
+        if self._may_stop_in_rows if self.loop.has_row else self._may_stop:
+            self._agree()
+
+    def _agree(self) -> None:
+        if self.loop.any(bool(self.loop.stopped)):
             self.loop.stopped = next(filter(None, self.loop.distinct(self.loop.stopped)))
 
     def can_save(self, *, is_ending: bool) -> bool:
@@ -122,7 +128,7 @@ class LoopParts:
         if self._at["evaluated"]:
             with in_eval_mode(self.loop.module):
                 self._each("evaluated", split, row)
-            self.agree_on_end()
+            self._agree()
 
     def saving(self) -> None:
         self._each("saving")

@@ -140,7 +140,9 @@ class PipelineEngine(Engine):
         step = self._sliced(step)
         self.begin_step(step, index=index)
         sums = self.zeros(step.micro_batches[0], measure=measure)
-        scale = loss_scale / step.num_samples
+        has_loss = self._is_counted and self._num_stages - 1 in self.stages
+        counted = [m for m in step.micro_batches if has_loss and not m.is_padding]
+        scale = self._forward.factor(counted, scale=loss_scale, num_samples=step.num_samples, among_ranks=True)
         for micro_batches in _passes(step):
             self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
         self.end_step()
@@ -149,9 +151,11 @@ class PipelineEngine(Engine):
                 dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
         if self._summed_over is not None:
             sum_all((local(gradient_or_zeros(p)) for p in self._parameters), group=self._summed_over)
-        return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
+        sums = sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
+        self._forward.settle(self.module, sums, num_samples=step.num_samples)
+        return sums
 
-    def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool) -> None:
+    def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: Tensor | float, sums: Sums, measure: bool) -> None:
         def loss_of(outputs: Tree, micro_batch: MicroBatch) -> Tensor:
             loss, more = self._forward.measured(outputs, micro_batch, measure=measure)
             if not micro_batch.is_padding:

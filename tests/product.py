@@ -1,0 +1,118 @@
+"""Whole trainings in forked ranks: straight, and with a stop in the middle, for tests/test_product.py."""
+
+import re
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from framework.build.training import Builder
+from framework.checkpoint.gathering import gathered, state_of
+from framework.cli.run import checked_line
+from framework.config.schema import RunConfig
+from framework.distributed.world import World
+from framework.modes.train import _continue
+from framework.preflight.dry_build import dry_build
+from framework.runs.metrics_file import MACHINE
+from framework.runtime.preemption import PREEMPTION
+from tests.ranks import on_ranks
+
+STOP = 3  # optimizer steps before the stop
+
+
+@dataclass
+class Trained:
+    """The results of a training: its rows without what a clock has measured, and its final weights on rank 0."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)  # that parts have written
+
+
+def trained(line: list[str], *, ranks: int, root: Path, stops: Sequence[int | None] = (None, STOP)) -> list[Trained]:
+    """Train on so many ranks; return the results without a stop (None), or with a stop after some steps and a new start.
+
+    AssertionError with the refusal's text if the line is refused.
+    """
+    results = []
+    for stop in stops:
+        config = configured(*line, f"launch.nproc_per_node={ranks}", f"run.dir={root}/{stop}")
+        rows = on_ranks(ranks, partial(_train, config=config, stop=stop), scratch=_new(root))[0].rows if stop else []
+        results.append(on_ranks(ranks, partial(_train, config=config, stop=None), scratch=_new(root))[0])
+        results[-1].rows[:0] = rows
+    return results
+
+
+def _new(root: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=root))
+
+
+def configured(*line: str) -> RunConfig:
+    found = checked_line([*line, "rehearse=false"])
+    problems = dry_build(found.config) if found.config is not None else found.problems
+    assert found.config is not None and not problems, [str(problem) for problem in problems]
+    Path(found.config.run.dir).mkdir(parents=True)
+    return found.config
+
+
+def _train(world: World, config: RunConfig, stop: int | None) -> Trained:
+    """Train to the end, or until the checkpoint after `stop` steps. A run with a checkpoint continues from it."""
+    torch.set_num_threads(1)
+    result, build = Trained(), Builder(config, world=world)
+    trainer = build.trainer()
+    _continue(trainer, build)
+    trainer.recorder.log = lambda row: result.rows.append({key: row[key] for key in row if key not in MACHINE})  # type: ignore[method-assign]
+    take = trainer.train_step
+
+    def train_step(*arguments: Any, **named: Any) -> Any:
+        PREEMPTION.signum = signal.SIGTERM if trainer.progress.step + 1 == stop else PREEMPTION.signum
+        return take(*arguments, **named)
+
+    trainer.train_step = train_step  # type: ignore[method-assign]
+    assert trainer.fit() == (stop is None), f"ended after {trainer.progress.step} steps"
+    trainer.saver.close()
+    with trainer.update.averaged():
+        found = gathered(state_of(trainer.engine.module), world=world)
+        result.weights = {name: tensor.double().numpy().copy() for name, tensor in zip(found.kinds, found.tensors)}
+    samples = Path(config.run.dir, "samples")
+    result.texts = {path.name: path.read_text() for path in samples.glob("*.txt")} if world.rank == 0 else {}
+    return result
+
+
+def assert_same_bits(actual: Trained, expected: Trained) -> None:
+    assert actual.rows == expected.rows and actual.texts == expected.texts
+    assert actual.weights.keys() == expected.weights.keys()
+    for name, tensor in expected.weights.items():
+        assert np.array_equal(actual.weights[name], tensor), name
+
+
+def assert_close(actual: Trained, expected: Trained, *, tolerance: float = 1e-9) -> None:
+    """The same rows, with the parts' columns, and weights, up to `tolerance` (relative to the larger of the value and 1)."""
+    assert len(actual.rows) == len(expected.rows) and actual.texts == expected.texts
+    for mine, theirs in zip(actual.rows, expected.rows):
+        assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
+        for key, value in theirs.items():
+            assert _is_close(mine[key], value, tolerance), (key, mine[key], value, theirs["step"])
+    assert actual.weights.keys() == expected.weights.keys() and expected.weights
+    for name, tensor in expected.weights.items():
+        difference = np.abs(actual.weights[name] - tensor) / np.maximum(np.abs(tensor), 1.0)
+        assert difference.max() <= tolerance, f"{name} differs by {difference.max()}"
+
+
+def _is_close(one: Any, other: Any, tolerance: float) -> bool:
+    if other is None or one is None:
+        return one is other
+    if isinstance(other, list):
+        return len(one) == len(other) and all(_is_close(*pair, tolerance) for pair in zip(one, other))
+    return bool(one == other if isinstance(other, str) else abs(one - other) <= tolerance * max(1.0, abs(other)))
+
+
+def words_in(text: str, words: str) -> bool:
+    """Return whether a text has these words in this order."""
+    return re.search(".*".join(re.escape(word) for word in words.split() if word != "..."), text, re.DOTALL) is not None

@@ -1,0 +1,173 @@
+"""Every two features of a run together: on two processes what one process computes, and after a stop the same bits.
+
+The quick tests have each value of each kind once; the slow ones have the whole product.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config.folders import options
+from tests.product import Trained, assert_close, assert_same_bits, trained, words_in
+from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, layouts
+from tests.test_turns import TURNS
+
+RUN = ["precision=fp64", "global_batch_size=7", "micro_batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=6",
+       "trainer.log_every=1", "trainer.eval_every=3", "trainer.clip_grad_norm=0.5", "checkpoint.every=null", "logger=csv",
+       "dataset=synthetic", "dataset.num_train=33", "dataset.num_val=9", "dataset.num_test=8"]  # fmt: skip
+TOKENS = [*RUN, "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=8", "dataset.vocab_size=12"]
+SMALL = ["model.dim=8", "model.num_layers=2", "model.num_heads=2"]
+GPT = [*TOKENS, "model=gpt", *SMALL]
+MOE = [*TOKENS, "model=moe", *SMALL, "model.num_experts=4"]
+IMAGES = [*RUN, "dataset.image_size=8"]
+GAN = [*IMAGES, "model._target_=tests.trainings.Gan", "task._target_=tests.trainings.Adversarial", TURNS, "trainer.clip_grad_norm=null"]  # fmt: skip
+# BatchNorm takes no micro-batch of one sample; Adam would make steps of the rounding in the gradient of a bias before it
+OWN = [*IMAGES, "model._target_=tests.trainings.Net", "global_batch_size=8", "micro_batch_size=3", "dataset.num_train=32",
+       "optimizer=sgd", "optimizer.lr=0.05"]  # fmt: skip
+
+PARTS = {
+    "activations": ["modules=['*']"],
+    "batch_warmup": ["start=3", "samples=12"],
+    "gradient_norms": ["depth=2"],
+    "histograms": ["every=2", "bins=3", "parameters=['*0*']"],
+    "length_warmup": ["start=4", "steps=3", "multiple_of=2"],
+    "loss_spikes": ["window=2", "factor=50"],
+    "lr_range": ["stop_at=1000"],
+    "predictions": ["count=3"],
+    "sharpness": ["radius=0.05"],
+    "swa": ["start=0.3", "every=2"],
+    "text_samples": ["tokenizer={_target_: tests.own_parts.Letters}", "prompt=abc", "tokens=3", "count=1"],
+    "time_limit": ["hours=100", "every=2"],
+    "unfreeze": ["groups=[['*weight'],['*.0.*']]", "every=2"],
+}
+STRATEGIES = {name: layouts(name)[0] for name in options("parallel") if name not in NOT_EQUAL}
+TWO = ["ddp", "fsdp", "zero", "pipeline", "tensor"]  # for pairs of other kinds, in turn
+OWN_STEPS = ["Consistency", "Contrastive", "Distillation", "SelfDistillation", "GradientPenalty", "InPieces"]
+PRECISIONS = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-3, "fp16": 1e-3}  # the tolerance against one process
+KEPT = {
+    "ema": ["trainer.ema_decay=0.8"],
+    "swa": ["part=swa", "part.swa.start=0.3"],
+    "schedule-free": ["optimizer._target_=schedulefree.AdamWScheduleFree", "optimizer.lr=0.01", "optimizer.warmup_steps=2"],
+    **{kind: [f"parallel.compression={kind}"] for kind in ("fp16", "bf16", "int8", "top_k", "powersgd")},
+}
+APPROXIMATE = ("fp16", "bf16")  # compression without a state
+
+
+def test_every_part_of_conf_is_in_the_table() -> None:
+    assert [*PARTS] == [name for name in options("part") if name != "none"]
+
+
+def of_parts(*names: str) -> list[str]:
+    return [f"part=[{','.join(names)}]", *(f"part.{name}.{word}" for name in names for word in PARTS[name])]
+
+
+def model_for(strategy: str) -> list[str]:
+    return MOE if strategy in FOR_EXPERTS else GPT
+
+
+def under(strategy: str) -> list[str]:
+    return [f"parallel={strategy}", *STRATEGIES[strategy][1]]
+
+
+def diagonal(first: list[str], second: list[str]) -> set[tuple[str, str]]:
+    """Return pairs with each value at least once."""
+    return {(first[n % len(first)], second[n % len(second)]) for n in range(max(len(first), len(second)))}
+
+
+def pairs(first: list[str], second: list[str], quick: set[tuple[str, str]]) -> list[Any]:
+    """Return all pairs as a test's parameters, all but the quick ones marked slow."""
+    return [
+        pytest.param(*pair, marks=[] if pair in quick else pytest.mark.slow, id="-".join(pair))
+        for pair in product(first, second)
+        if pair[0] != pair[1]
+    ]
+
+
+ONE: dict[tuple[str, ...], Trained] = {}
+
+
+def alone(line: list[str], root: Path) -> Trained:
+    if tuple(line) not in ONE:
+        (ONE[tuple(line)],) = trained(line, ranks=1, root=root / "one", stops=[None])
+    return ONE[tuple(line)]
+
+
+def check(
+    line: list[str], *, parallel: list[str], ranks: int, root: Path, refused: str | None, tolerance: float = 1e-9
+) -> None:
+    """Compare with one process, and after a stop; or find that the line is refused with these words."""
+    if refused is not None:
+        with pytest.raises(AssertionError) as said:
+            trained([*line, *parallel], ranks=ranks, root=root / "ranks", stops=[None])
+        assert words_in(str(said.value), refused), said.value
+        return
+    whole, cut = trained([*line, *parallel], ranks=ranks, root=root / "ranks")
+    assert_same_bits(cut, whole)
+    if tolerance:
+        assert_close(whole, alone(line, root), tolerance=tolerance)
+
+
+# --- what is refused, and the words that say why
+
+REFUSED: dict[tuple[str, str], str] = {}
+
+
+@pytest.mark.parametrize(("part", "strategy"), pairs([*PARTS], [*STRATEGIES], diagonal([*PARTS], [*STRATEGIES])))
+def test_a_part_under_a_strategy(part: str, strategy: str, tmp_path: Path) -> None:
+    line, ranks = [*model_for(strategy), *of_parts(part)], STRATEGIES[strategy][0]
+    check(line, parallel=under(strategy), ranks=ranks, root=tmp_path, refused=REFUSED.get((part, strategy)))
+
+
+NEXT = {(one, other) for one, other in zip(PARTS, [*PARTS][1:] + [*PARTS][:1])}
+
+
+@pytest.mark.parametrize(("one", "other"), pairs([*PARTS], [*PARTS], NEXT))
+def test_a_part_with_a_part(one: str, other: str, tmp_path: Path) -> None:
+    strategy = TWO[[*PARTS].index(one) % 4]
+    check([*GPT, *of_parts(one, other)], parallel=under(strategy), ranks=2, root=tmp_path, refused=REFUSED.get((one, other)))
+
+
+REFUSED_WITH_TURNS = {
+    "lr_range": "optimizer.turns: gives each step several losses and learning rates",
+    "text_samples": "tokens: the dataset does not say how many a sample has",
+    "predictions": "part.predictions: takes outputs and targets, but the task measures in its step()",
+    "length_warmup": "shapes cannot be multiplied",  # of images, whose second dimension is not their length
+}
+
+
+@pytest.mark.parametrize(("part", "strategy"), pairs([*PARTS], TWO[:3], diagonal([*PARTS], TWO[:3])))
+def test_a_part_with_turns(part: str, strategy: str, tmp_path: Path) -> None:
+    refused = REFUSED_WITH_TURNS.get(part)
+    check([*GAN, *of_parts(part)], parallel=under(strategy), ranks=2, root=tmp_path, refused=refused)
+
+
+REFUSED_STEPS = {("GradientPenalty", "fsdp"): "parallel.reshard_after_forward: true ... differentiates the model itself"}
+
+
+@pytest.mark.parametrize(("step", "precision"), pairs(OWN_STEPS, [*PRECISIONS], diagonal(OWN_STEPS, [*PRECISIONS])))
+def test_an_own_step_in_a_precision(step: str, precision: str, tmp_path: Path) -> None:
+    line = [*OWN, f"task._target_=tests.trainings.{step}", f"precision={precision}"]
+    line += ["trainer.ema_decay=0.9"] if step == "SelfDistillation" else []
+    strategy = TWO[OWN_STEPS.index(step) % 3]
+    check(
+        line,
+        parallel=under(strategy),
+        ranks=2,
+        root=tmp_path,
+        refused=REFUSED_STEPS.get((step, strategy)),
+        tolerance=PRECISIONS[precision],
+    )
+
+
+SAVED_AT_END = ("int8", "top_k", "powersgd")
+
+
+@pytest.mark.parametrize(("kept", "strategy"), pairs([*KEPT], ["ddp", "fsdp"], {(kept, "ddp") for kept in KEPT}))
+def test_what_a_run_keeps_survives_a_stop(kept: str, strategy: str, tmp_path: Path) -> None:
+    refused = "checkpoint.every ... keeps values from step to step" if kept in SAVED_AT_END else None
+    line = [*GPT, "checkpoint.every=2", *(KEPT[kept] if kept in ("ema", "swa", "schedule-free") else [])]
+    parallel = [*under(strategy), *(KEPT[kept] if kept not in ("ema", "swa", "schedule-free") else [])]
+    tolerance = 0.0 if kept in APPROXIMATE else 1e-9
+    check(line, parallel=parallel, ranks=2, root=tmp_path, refused=refused, tolerance=tolerance)
