@@ -138,6 +138,7 @@ FOUND = {
     "experts that look at all choices": ([*model("Mixed"), "+model.kind=coupled", "parallel=expert", TWO], "parallel: 2 processes compute different results ... first in the output of chosen ..."),
     "experts that count on all": ([*model("Mixed"), "+model.kind=counted", "parallel=expert", TWO], "parallel: a step on 2 processes fails with this model: AssertionError: all of them ..."),
     "a connection over all blocks": ([*model("Residual"), "+model.reach=0.1", "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is nan instead of ..."),
+    "tokens that meet elsewhere": ([*model("Rolling"), "dataset.kind=tokens", "dataset.vocab_size=16", "dataset.seq_len=8", "task=language_modeling", "parallel=tensor", TWO], "parallel: 2 processes compute different results ... first in the output of ... (parallel.sequence=false"),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
     "blocks that are not called by forward, fsdp": ([*model("NotByForward"), "model.parts.blocks=blocks", "parallel=fsdp", TWO], "parallel: a step on 2 processes fails with this model: RuntimeError: ... DTensor ... (model.parts.blocks=[], because its code uses the weights of a block ..."),
 }  # fmt: skip

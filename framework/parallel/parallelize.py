@@ -129,6 +129,7 @@ def exact_options(**options: object) -> dict[str, object]:
 
 def remedies(**options: Any) -> list[dict[str, Any]]:
     """Return options that let some models run which cannot run without them."""
+    whole = [{"sequence": False}] if "tensor" in options and options.get("sequence") is not False else []
     if "shard" in options:
-        return [{"reshard_after_forward": False}]
-    return [{"find_unused_parameters": True}] if "replicate" in options else []
+        return [*whole, {"reshard_after_forward": False}]
+    return [*whole, {"find_unused_parameters": True}] if "replicate" in options else whole
