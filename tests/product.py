@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
 from framework.build.training import Builder
 from framework.checkpoint.gathering import gathered, state_of
 from framework.cli.run import checked_line
