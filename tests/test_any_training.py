@@ -166,7 +166,7 @@ FAULTS = {
         ["invariance=bitwise"],
         "invariance: bitwise, which runs each micro-batch alone",
     ),
-    "some gather": ("SomeGather", [], "task: its step() calls gather() for some micro-batches"),
+    "no rows": ("NoRows", [], "step() returns a number, which has no rows"),
     "no loss": ("NoLoss", [], "step() returns outputs, and no loss"),
     "compression": (
         "Consistency",

@@ -110,7 +110,6 @@ VARIANTS = [("ddp", 2, ["trainer.activation_checkpointing=true", "parallel.stati
           ("context", 4, ["parallel.context=2", "parallel.attention=ring"]),
           ("fsdp+context", 4, ["parallel.context=2", "parallel.attention=ring", "trainer.activation_checkpointing=true"]),
           *(("pipeline", 2, [f"parallel.schedule={name}"]) for name in ("gpipe", "interleaved", "zero-bubble", "zbv")),
-          ("pipeline", 2, ["parallel.balance=time"]),
           ("pp+fsdp+tp", 4, ["parallel.pipeline=2", "parallel.shard=1", "parallel.tensor=2"]),
           ("pp+fsdp+tp", 8, ["parallel.pipeline=2", "parallel.shard=2", "parallel.tensor=2"]),
           ("pp+fsdp+tp", 2, ["parallel.pipeline=2", "parallel.tensor=1", "parallel.reshard_after_forward=true",

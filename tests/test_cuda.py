@@ -402,7 +402,7 @@ ALONE = [["model=cnn", "dataset=digits", "dataset.augment=true", "checkpoint.eve
          [*TOKENS, "precision=fp16", "trainer.activation_offload=true"],
          ["model=mlp", "dataset=digits", "invariance=bitwise", "micro_batch_size=32"]]  # fmt: skip
 TOGETHER = [["parallel=ddp", "parallel.bucket_cap_mb=auto"], ["parallel=fsdp", "parallel.cpu_offload=true"], ["parallel=auto"], ["parallel=tensor"],
-            ["parallel=pipeline", "parallel.balance=time"]]  # fmt: skip
+            ["parallel=pipeline"]]  # fmt: skip
 # What such runs cannot answer in one way or the other, and why
 ONE_ANSWER = {
     "framework/data/loader.py: self.device.type == 'cpu'": "neither CUDA nor the CPU: tests/emulated_devices.py",

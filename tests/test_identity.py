@@ -43,7 +43,6 @@ def node(**values: Any) -> dict[str, Any]:
     (node(act={0: "a"}), node(act={"0": "a"})),
     (node(act={"a.b": 1}), node(act={"a": {"b": 1}})),
     ({"dataset": OWN | {"source": "north"}}, {"dataset": OWN | {"source": "south"}}),
-    ({"parallel": OWN | {"balance": "time"}}, {"parallel": OWN | {"balance": "operations"}}),
     ({"parallel": OWN | {"prefetch": 1}}, {"parallel": OWN | {"prefetch": 2}}),
     ({"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 1}}},
      {"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 2}}}),

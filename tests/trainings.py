@@ -57,7 +57,10 @@ class Contrastive:
         inputs = batch.inputs
         noise = torch.randn(inputs.shape, generator=context.generator, dtype=inputs.dtype)
         one, two = F.normalize(call(inputs)), F.normalize(call(inputs + 0.1 * noise))
-        every_one, every_two = context.gather(one), context.gather(two)
+        return one, two
+
+    def loss_of_rows(self, own_views: Any, every_view: Any, batch: Any, context: Any) -> Any:
+        (one, two), (every_one, every_two) = own_views, every_view
         own = torch.arange(context.start, context.start + len(one))
         assert torch.equal(every_one[own], one) and len(every_two) == context.num_samples
         losses = [F.cross_entropy(a @ b.T / 0.5, own, reduction="sum") for a, b in [(one, every_two), (two, every_one)]]
@@ -88,10 +91,12 @@ class SelfDistillation(nn.Module):
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         wanted = context.averaged(batch.inputs)
-        outputs = call(batch.inputs)
+        return {"wanted": wanted, "outputs": call(batch.inputs)}
+
+    def loss_of_rows(self, own: Any, everyone: Any, batch: Any, context: Any) -> Any:
         if context.is_training:
-            self.centre = 0.9 * self.centre + 0.1 * context.gather(wanted).mean(0)
-        return F.cross_entropy(outputs, ((wanted - self.centre) / 0.2).softmax(-1), reduction="sum")
+            self.centre = 0.9 * self.centre + 0.1 * everyone["wanted"].mean(0)
+        return F.cross_entropy(own["outputs"], ((own["wanted"] - self.centre) / 0.2).softmax(-1), reduction="sum")
 
 
 class GradientPenalty(Classification):
@@ -150,14 +155,14 @@ class TrainedTeacher(Distillation):
         self.teacher.requires_grad_(True)
 
 
-class SomeGather(Consistency):
-    """Sees the other samples in its first micro-batch only."""
+class NoRows(Consistency):
+    """Returns a number where a row for each sample is needed."""
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
-        outputs = call(batch.inputs)
-        if context.start == 0:
-            context.gather(outputs)
-        return F.cross_entropy(outputs, batch.targets, reduction="sum")
+        return call(batch.inputs).sum()
+
+    def loss_of_rows(self, own: Any, everyone: Any, batch: Any, context: Any) -> Any:
+        return own
 
 
 class NoLoss(Consistency):

@@ -10,5 +10,7 @@ class LossOfTheBatch:
         self.loss_of = loss
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
-        loss = self.loss_of(context.gather(call(batch.inputs)), context.gather(batch.targets))
-        return loss * len(batch.targets), len(batch.targets)
+        return call(batch.inputs), batch.targets
+
+    def loss_of_rows(self, own: Any, everyone: Any, batch: Any, context: Any) -> Any:
+        return self.loss_of(*everyone) * len(batch.targets), len(batch.targets)

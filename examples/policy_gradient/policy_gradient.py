@@ -71,12 +71,14 @@ class PolicyGradient:
         for moment in reversed(range(self.longest)):
             gain = alive[:, moment] + self.discount * gain
             gains[:, moment] = gain
-        every_gain, every_alive = context.gather(gains), context.gather(alive)  # the baseline uses all episodes
-        usual = (every_gain * every_alive).sum(0) / every_alive.sum(0).clamp(min=1)
-        advantages = (gains - usual) * alive / self.longest
-        logits = call(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        chosen = F.cross_entropy(logits.flatten(0, 1), pushes.flatten(), reduction="none").view_as(advantages)
-        return {"loss": (chosen * advantages).sum(), "balanced": alive.sum()}
+        logits = call(states.flatten(0, 1))
+        chosen = F.cross_entropy(logits, pushes.flatten(), reduction="none").view_as(gains)
+        return {"gains": gains, "alive": alive, "chosen": chosen}
+
+    def loss_of_rows(self, own: Any, everyone: Any, batch: Any, context: Any) -> Any:
+        usual = (everyone["gains"] * everyone["alive"]).sum(0) / everyone["alive"].sum(0).clamp(min=1)  # of all episodes
+        advantages = (own["gains"] - usual) * own["alive"] / self.longest
+        return {"loss": (own["chosen"] * advantages).sum(), "balanced": own["alive"].sum()}
 
     @torch.no_grad()
     def play(self, call: Any, state: Tensor, context: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from extras.rpc.rpc import join_rpc, name_of
 from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.seam import EngineAround
 from framework.engine.sums import add
 from framework.parallel.replica import sum_gradients
 
@@ -62,7 +61,7 @@ def _table() -> Table:
     return _TABLES[0]
 
 
-class RemoteEmbedding(EngineAround):
+class RemoteEmbedding(DataParallelEngine):
     """An Engine that reads its table in the process of rank 0. Every rank has the other layers."""
 
     def __init__(self, module: nn.Module, *, world: Any, forward: Any, mesh: Any, table: str) -> None:
@@ -78,26 +77,24 @@ class RemoteEmbedding(EngineAround):
         self._table = rpc.remote(name_of(0), _table)
         part.forward = lambda indices: self._table.rpc_sync().__call__(indices)  # type: ignore[method-assign]
         world.groups.at_end(leave=self._let_go, abandon=self._let_go)  # RRefs must end before rpc
-        self._world, self._forward = world, forward
+        self._world = world
         super().__init__(
-            DataParallelEngine(
-                module, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, averaged_over=1,
-                broadcast=world.broadcast,
-            )
+            module, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, averaged_over=1,
+            broadcast=world.broadcast,
         )  # fmt: skip
 
     def _let_go(self) -> None:
         self._table = None
 
     def forward_backward(self, step: Any, *, index: int, loss_scale: float, measure: bool) -> Any:
-        scale, sums = loss_scale / step.num_samples, dict[str, Tensor]()
+        factor, sums = self._factor(step, loss_scale, num_samples=step.num_samples), dict[str, Tensor]()
         for micro_batch in step.micro_batches:
             if micro_batch.is_padding:  # only the ends are collective here
                 continue
             self._forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
             with dist_autograd.context() as context:
                 loss, more = self._forward(self.module, micro_batch, measure=measure)
-                dist_autograd.backward(context, [loss * scale])
+                dist_autograd.backward(context, [loss * factor])
                 gradients = dist_autograd.get_gradients(context)
                 for parameter in self._dense:
                     if parameter in gradients:
@@ -112,6 +109,7 @@ class RemoteEmbedding(EngineAround):
         self._world.agreement.barrier()  # now every gradient of the table has arrived
         if self.dp_rank == 0:
             _table().add_up()
+        self._forward.settle(self.module, sums, num_samples=step.num_samples)
         return sums
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:

@@ -43,12 +43,14 @@ class SelfDistillation(nn.Module):
         scores = context.averaged(self.view(images, context))
         wanted = ((scores - self.centre) / self.teacher_temperature).softmax(-1)
         said = (call(self.view(images, context)) / self.student_temperature).log_softmax(-1)
-        everything = context.gather(wanted)
+        return {"scores": scores, "wanted": wanted, "said": said}
+
+    def loss_of_rows(self, own: Any, everyone: Any, batch: Any, context: Any) -> Any:
         if context.is_training:
-            self.centre = 0.9 * self.centre + 0.1 * context.gather(scores).mean(0)
-        mean = everything.mean(0)
+            self.centre = 0.9 * self.centre + 0.1 * everyone["scores"].mean(0)
+        mean = everyone["wanted"].mean(0)
         spread = -(mean * mean.clamp(min=1e-12).log()).sum()  # 0 nats if all images get the same prototype
-        return {"loss": -(wanted * said).sum(), "spread": spread * len(images)}
+        return {"loss": -(own["wanted"] * own["said"]).sum(), "spread": spread * len(batch.inputs)}
 
     def view(self, images: Tensor, context: Any) -> Tensor:
         """Return the images (B, C, H, H) with noise."""

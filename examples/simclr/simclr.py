@@ -32,8 +32,10 @@ class SimCLR:
         self.temperature, self.noise = temperature, noise
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
-        one, two = call(self.view(batch.inputs)), call(self.view(batch.inputs))
-        every_one, every_two = context.gather(one), context.gather(two)
+        return call(self.view(batch.inputs)), call(self.view(batch.inputs))
+
+    def loss_of_rows(self, own_views: Any, every_view: Any, batch: Any, context: Any) -> Any:
+        (one, two), (every_one, every_two) = own_views, every_view
         own = torch.arange(context.start, context.start + len(one), device=one.device)
         of_one = F.cross_entropy(one @ every_two.T / self.temperature, own, reduction="sum")
         of_two = F.cross_entropy(two @ every_one.T / self.temperature, own, reduction="sum")

@@ -20,8 +20,8 @@ from framework.modules.tensors import Tree
 from framework.parallel import pipeline as flushed
 from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import chain_for
+from framework.parallel.pipelining.schedules import Balance
 from framework.parallel.pipelining.sent import SendDtype
-from framework.parallel.pipelining.times import Balance
 from framework.parallel.pipelining.timetable import Action
 from framework.runtime.log import LOGGER
 
@@ -41,8 +41,7 @@ def pipedream(
 ) -> Engine:
     """Cut the model over all processes, as `parallel=pipeline` does. Collective."""
     mesh, drain_every = world.mesh(pipeline=pipeline), drain_every or DRAIN_EVERY
-    options: dict[str, Any] = {"send_dtype": send_dtype, "balance": balance}
-    return PipeDream(model, world=world, forward=forward, mesh=mesh, drain_every=drain_every, **options)
+    return PipeDream(model, world=world, forward=forward, mesh=mesh, drain_every=drain_every, send_dtype=send_dtype)
 
 
 def fills(node: Any) -> bool:
@@ -229,9 +228,6 @@ class PipeDream(PipelineEngine):
             for work, _ in sends:
                 work.wait()
             sends.clear()
-
-    def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        """Do nothing: the last stage has already divided by the weight of the batch's own loss."""
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this stage's own norm. In a measured step and before a checkpoint, return the norm over all stages."""

@@ -12,7 +12,7 @@ from framework.engine.buffers import Buffers
 from framework.engine.forward import Forward
 from framework.engine.own_step import OwnSteps
 from framework.engine.rows import gather_rows
-from framework.engine.seam import Engine, MicroBatch, Step, no_whole_outputs, weigh_gradients
+from framework.engine.seam import Engine, MicroBatch, Step, no_whole_outputs
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, by_mesh, call, map_tensors, whole
 from framework.optim.optimizers import BuildOptimizer, MakeOptimizer, Trainable
@@ -84,17 +84,20 @@ class DataParallelEngine(Engine):
         self._has_others = dp_size > 1 and meet_in_steps
         self._forget = forget
         self._trail = trail
-        self._alone, self._is_alone, self._num_own = alone, False, 0  # whether the current step is alone, and its own samples
+        self._alone, self._is_alone = alone, False  # whether the current step is alone
         self.parts = parts or {}
         self._slice, self._explain = slice, explain
         self._average: Average | None = None
         self.no_gather = ""  # why a step of the task's own cannot read the other samples
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        self._is_alone, self._num_own = self._alone(index), step.num_own_samples
+        self._is_alone, num_samples = self._alone(index), step.num_samples
+        if self._is_alone:
+            num_samples = max(1, step.num_own_samples)
         self.buffers.begin_step(is_alone=[m.number for m in step.micro_batches if not m.is_padding] == [0])
+        factor = self._factor(step, loss_scale * (1 if self._is_alone else self.averaged_over), num_samples=num_samples)
         try:
-            sums = self.run_micro_batches(step, index=index, loss_scale=loss_scale, measure=measure)
+            sums = self.run_micro_batches(step, index=index, factor=factor, measure=measure)
         except RuntimeError as error:
             if self._explain is not None:
                 self._explain(error)
@@ -102,32 +105,38 @@ class DataParallelEngine(Engine):
         if not self._is_alone:
             self._finish()
         self.buffers.end_step()
+        self._forward.settle(self.module, sums, num_samples=num_samples, among_ranks=not self._is_alone)
         return sums
 
-    def run_micro_batches(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+    def _factor(self, step: Step, scale: float, *, num_samples: int) -> Tensor | float:
+        counted = [self._sliced(micro_batch) for micro_batch in step.micro_batches if self._counts(micro_batch)]
+        return self._forward.factor(counted, scale=scale, num_samples=num_samples, among_ranks=not self._is_alone)
+
+    def run_micro_batches(self, step: Step, *, index: int, factor: Tensor | float, measure: bool) -> Sums:
         """Do the work of `forward_backward`, within a step of `buffers` that the caller has started."""
-        scale = loss_scale * self.averaged_over / step.num_samples
-        if self._is_alone:
-            scale = loss_scale / max(1, self._num_own)
         if self._forward.trains_by_step:
-            return self._run_own_steps(step, index=index, scale=scale)
+            return self._run_own_steps(step, index=index, factor=factor)
         sums: Sums = {}
         last = len(step.micro_batches) - 1
         for position, micro_batch in enumerate(step.micro_batches):
             self._set_sync(position == last)
             self._forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
             loss, more = self._forward(self._model, self._sliced(micro_batch), measure=measure)
-            (loss * (0.0 if micro_batch.is_padding else scale)).backward()
+            (loss * self._of(micro_batch, factor, loss)).backward()
             self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
             add(sums, self._counted(more, micro_batch))
         return sums
 
-    def _run_own_steps(self, step: Step, *, index: int, scale: float) -> Sums:
+    @staticmethod
+    def _of(micro_batch: MicroBatch, factor: Tensor | float, loss: Tensor) -> Tensor | float:
+        return 0.0 if micro_batch.is_padding else factor.to(loss) if isinstance(factor, Tensor) else factor
+
+    def _run_own_steps(self, step: Step, *, index: int, factor: Tensor | float) -> Sums:
         sums, num_left = Sums(), len(step.micro_batches)
         for results in self._own_steps().run(step, index=index):
             num_left -= len(results)
             self._set_sync(num_left == 0)
-            torch.autograd.backward([r.loss * (0.0 if r.micro_batch.is_padding else scale) for r in results])
+            torch.autograd.backward([r.loss * self._of(r.micro_batch, factor, r.loss) for r in results])
             for result in results:
                 add(sums, self._counted(result.sums, result.micro_batch))
         return sums
@@ -138,7 +147,7 @@ class DataParallelEngine(Engine):
 
     def _exchange(self, own: Tensor) -> Tensor:
         if self.no_gather:
-            raise Unfit(f"{self.no_gather}, but the task's step calls gather() (samples)")
+            raise Unfit(f"{self.no_gather}, but the task's loss_of_rows() reads the rows of all samples (samples)")
         return gather_rows(own, group=self._data_group) if self._has_others else own
 
     def _averaged(self, compute: Callable[[], Tree]) -> Tree:
@@ -204,12 +213,6 @@ class DataParallelEngine(Engine):
                 for result in results:
                     add(sums, self._counted(result.sums, result.micro_batch))
         return sums
-
-    def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        if self._is_alone:
-            weigh_gradients(self.module, sums, num_samples=self._num_own, among_ranks=False)
-        else:
-            super().weigh(sums, num_samples=num_samples)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         kinds = by_mesh([p for p in self._parameters if p.grad is not None])

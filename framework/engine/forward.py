@@ -6,10 +6,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.engine.of_samples import naming, require_rows
-from framework.engine.seam import MicroBatch, Observe, Task, says_itself
+from framework.engine.seam import MicroBatch, Observe, Task, says_itself, weigh_gradients
 from framework.engine.sums import Sums, Value, as_sums, loss_in
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.randomness import key, seed_generators
@@ -48,10 +49,10 @@ class Forward:
         self._takes_16_bits = says_itself(self.task, "takes_16_bits")
         self.measures_by_step = self.trains_by_step and not measures(self.task)
 
-    def seed_draws(self, *, step: int | None, micro_batch: int, turn: str = "") -> None:
+    def seed_draws(self, *phase: str, step: int | None, micro_batch: int, turn: str = "") -> None:
         """Seed the model's random draws by step and micro-batch, not by rank. Step None: an evaluation."""
         at: tuple[int | str, ...] = ("forward", step, micro_batch) if step is not None else ("evaluation", micro_batch)
-        self.draws = Draws((*at, "turn", turn) if turn else at)
+        self.draws = Draws((*at, *(("turn", turn) if turn else ()), *phase))
         self._seed(*self.draws.key)
 
     def begin_call(self) -> None:
@@ -88,7 +89,11 @@ class Forward:
     def measured(self, outputs: Tree, micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the loss and the sums, as a call of this object does, for outputs that already exist."""
         with naming(micro_batch, narrowed=lambda part: self.task.loss(part(outputs), part(micro_batch.targets))):
-            values: dict[str, Value] = {"loss": self.task.loss(outputs, micro_batch.targets)}
+            loss, weight = self.task.loss(outputs, micro_batch.targets), getattr(self.task, "weight", None)
+            if weight is not None and isinstance(loss, tuple):
+                raise TypeError("loss() returns a pair, but weight() gives its weight (return the sum alone; or weight = None)")
+            both: Any = loss if weight is None else (loss, weight(micro_batch.targets))
+            values: dict[str, Value] = {"loss": both}
         if measure and (metrics := getattr(self.task, "metrics", None)) is not None:
             measured = metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets)
             if "loss" in measured:
@@ -97,6 +102,32 @@ class Forward:
         sums = as_sums(values)
         require_rows(sums, micro_batch)
         return loss_in(values), sums
+
+    @property
+    def _weight(self) -> Callable[[Any], Any] | None:
+        """The weight of a loss, known before the forward, of a task that trains by its loss."""
+        return None if self.trains_by_step else getattr(self.task, "weight", None)
+
+    def factor(
+        self, micro_batches: Sequence[MicroBatch], *, scale: float, num_samples: int, among_ranks: bool = True
+    ) -> Tensor | float:
+        """Return the factor of a step's losses: `scale`, divided by the weight of the global batch or the number of samples.
+
+        `micro_batches` are those of this rank that count. With `among_ranks`, the weights of all ranks are added. Collective.
+        """
+        if self._weight is None:
+            return scale / num_samples
+        weight = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro_batch in micro_batches:
+            weight += self._weight(micro_batch.targets)
+        if among_ranks and dist.is_initialized():
+            dist.all_reduce(weight)
+        return torch.where(weight > 0, scale / weight, 0.0)
+
+    def settle(self, module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool = True) -> None:
+        """Divide the gradients by the weight of the loss, if only its result tells the weight. Collective."""
+        if self._weight is None:
+            weigh_gradients(module, sums, num_samples=num_samples, among_ranks=among_ranks and dist.is_initialized())
 
     def evaluated(self, outputs: Tree, micro_batch: MicroBatch) -> Sums:
         """Return all sums of a micro-batch with a weight above zero, in an evaluation."""

@@ -1,12 +1,10 @@
 """A task's own step: it may call the model several times, read other samples' tensors and use averaged weights."""
 
-import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from framework.engine.buffers import Buffers
@@ -14,10 +12,8 @@ from framework.engine.forward import Forward
 from framework.engine.of_samples import naming, require_rows
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, Value, as_sums, loss_in
-from framework.modules.tensors import Tree
-from framework.randomness import generator_states, key, set_generator_states
-from framework.runtime.exits import Unfit
-from framework.runtime.torch_modes import set_thread_modes, thread_modes
+from framework.modules.tensors import Tree, map_tensors, tensors_in
+from framework.randomness import key
 
 Call = Callable[..., Any]
 
@@ -42,22 +38,6 @@ class Context:
     generator: torch.Generator  # its draws depend only on the seed, the step and the micro-batch
     generator_of_step: torch.Generator  # its draws are the same in all turns of a step
     averaged: Call  # calls the model with the averaged weights (trainer.ema_decay), without gradients; its buffers do not move
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all samples of the global batch, in its order: (B, ...) -> (N, ...). Differentiable. Collective.
-
-        The micro-batches of a step wait here for each other, so their activations are in memory at the same time. Every
-        micro-batch must call this method equally often.
-        """
-        if tensor.ndim == 0:
-            raise TypeError("gather() joins the rows of samples, and a number has no rows: unsqueeze(0) makes it a row")
-        if torch.is_inference_mode_enabled():
-            raise TypeError("gather() cannot be called in torch.inference_mode() (torch.no_grad())")
-        loop = getcurrent().parent
-        if loop is None:
-            raise RuntimeError("gather() can only be called in a task's step")
-        gathered: Tensor = loop.switch(tensor)
-        return gathered
 
 
 class Target:
@@ -92,26 +72,6 @@ class Result(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Waiting:
-    """A micro-batch that waits in gather()."""
-
-    run: greenlet
-    micro_batch: MicroBatch
-    tensor: Tensor
-    surroundings: "_Surroundings"
-
-
-@dataclass(frozen=True)
-class _Surroundings:
-    """The state around a micro-batch's step, which is saved while another micro-batch runs."""
-
-    modes: tuple[Any, ...]
-    generators: Any
-    buffers: Sequence[Tensor]
-    draws: Any
-
-
-@dataclass(eq=False)
 class OwnSteps:
     """A runner of a task's step on the micro-batches of a rank.
 
@@ -126,65 +86,54 @@ class OwnSteps:
     averaged: Callable[[Callable[[], Any]], Any]
 
     def run(self, step: Step, *, index: int | None) -> Iterator[list[Result]]:
-        """Yield the results of the step: for each micro-batch alone, or for all together if they wait for each other.
+        """Yield the results of the step: for each micro-batch alone, or for all together if its loss reads the rows of all.
 
         Index None: an evaluation.
         """
-        is_alone, waiting = len(step.micro_batches) == 1, list[_Waiting]()
-        tensors, values = ([], []) if is_alone else (self.buffers.tensors, self.buffers.values())
+        if hasattr(self.forward.task, "loss_of_rows"):
+            yield self._in_two_phases(step, index)
+            return
         for micro_batch in step.micro_batches:
-            run = greenlet(self._one)
-            run.gr_context = contextvars.copy_context()
-            modes = thread_modes(self.forward.devices)
-            given = run.switch(micro_batch, step, index)
-            if run.dead:
-                _require(not waiting)
-                yield [given]
-                self._end(micro_batch)  # after its backward pass
-                continue
-            waiting.append(_Waiting(run, micro_batch, given, self._surroundings()))
-            set_thread_modes(modes)
-            if not is_alone:
-                self.buffers.set(values, onto=tensors)
-        while waiting:
-            own = [item.tensor[:0] if item.micro_batch.is_padding else item.tensor for item in waiting]
-            gathered = self.exchange(own[0] if len(own) == 1 else torch.cat(own))
-            finished = [self._go_on(item, gathered) for item in waiting]
-            if done := [result for result in finished if result is not None]:
-                _require(len(done) == len(waiting))
-                yield done
-                return
+            batch, context = self._given(micro_batch, step, index)
+            yield [self._result(micro_batch, self._step(micro_batch, batch, context))]
+            self._end(micro_batch)  # after its backward pass
 
-    def _go_on(self, item: _Waiting, gathered: Tensor) -> Result | None:
-        """Continue a micro-batch; return its result, or None if it waits again."""
-        then, modes = item.surroundings, thread_modes(self.forward.devices)
-        set_thread_modes(then.modes)
-        set_generator_states(then.generators, devices=self.forward.devices)
-        self.buffers.set(then.buffers)
-        self.forward.draws = then.draws
-        given = item.run.switch(gathered)
-        if item.run.dead:
-            self._end(item.micro_batch)
-            result: Result = given
-            return result
-        item.tensor, item.surroundings = given, self._surroundings()
-        set_thread_modes(modes)
-        return None
+    def _in_two_phases(self, step: Step, index: int | None) -> list[Result]:
+        """Run `step` for each micro-batch, join the rows that it returns, and then `loss_of_rows` for each. Collective."""
+        tensors, values, halves = self.buffers.tensors, self.buffers.values(), list[tuple[Any, ...]]()
+        for micro_batch in step.micro_batches:
+            batch, context = self._given(micro_batch, step, index)
+            halves.append((micro_batch, batch, context, self._step(micro_batch, batch, context), self.buffers.values()))
+            if len(step.micro_batches) > 1:
+                self.buffers.set(values, onto=tensors)
+        everyone, results = self._joined([(micro_batch, own) for micro_batch, _, _, own, _ in halves]), list[Result]()
+        for micro_batch, batch, context, own, after in halves:
+            self.buffers.set(after)
+            self._begin(micro_batch, step, index, "rows")
+            with naming(micro_batch):
+                value = self.forward.task.loss_of_rows(own, everyone, batch, context)  # type: ignore[attr-defined]
+            results.append(self._result(micro_batch, value))
+            self._end(micro_batch)
+        return results
+
+    def _joined(self, halves: Sequence[tuple[MicroBatch, Tree]]) -> Tree:
+        """Return the rows of all samples of the global batch, in its order. Padding has none. Collective."""
+        rows = [[tensor[:0] if micro_batch.is_padding else tensor for tensor in _rows_in(own)] for micro_batch, own in halves]
+        joined = iter([self.exchange(own[0] if len(own) == 1 else torch.cat(own)) for own in zip(*rows, strict=True)])
+        return map_tensors(lambda _: next(joined), halves[0][1])
 
     def _end(self, micro_batch: MicroBatch) -> None:
         self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
 
-    def _surroundings(self) -> _Surroundings:
-        devices = self.forward.devices
-        return _Surroundings(
-            thread_modes(devices), generator_states(devices=devices), self.buffers.values(), self.forward.draws
-        )
+    def _begin(self, micro_batch: MicroBatch, step: Step, index: int | None, *phase: str) -> None:
+        self.forward.is_padding = micro_batch.is_padding
+        self.forward.seed_draws(*phase, step=index, micro_batch=micro_batch.number, turn=step.turn)
 
-    def _one(self, micro_batch: MicroBatch, step: Step, index: int | None) -> Result:
-        forward, number = self.forward, micro_batch.number
-        forward.is_padding = micro_batch.is_padding
-        forward.seed_draws(step=index, micro_batch=number, turn=step.turn)
-        at = (-1 if index is None else index, number)
+    def _given(self, micro_batch: MicroBatch, step: Step, index: int | None) -> tuple[Batch, Context]:
+        """Begin a micro-batch; return what its step gets besides the model."""
+        forward = self.forward
+        self._begin(micro_batch, step, index)
+        at = (-1 if index is None else index, micro_batch.number)
         of_turn, of_step = (torch.Generator(forward.device) for _ in range(2))
         of_turn.manual_seed(key(forward.seed, "step", *at, *(("turn", step.turn) if step.turn else ())))
         of_step.manual_seed(key(forward.seed, "all turns", *at))
@@ -199,9 +148,14 @@ class OwnSteps:
             generator_of_step=of_step,
             averaged=Target(lambda *given, **named: self.averaged(lambda: self._call(*given, **named)), self.module),
         )
-        batch = Batch(micro_batch.inputs, micro_batch.targets)
+        return Batch(micro_batch.inputs, micro_batch.targets), context
+
+    def _step(self, micro_batch: MicroBatch, batch: Batch, context: Context) -> Any:
         with naming(micro_batch):
-            value = forward.task.step(Target(self._call, self.module), batch, context)  # type: ignore[attr-defined]
+            return self.forward.task.step(Target(self._call, self.module), batch, context)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _result(micro_batch: MicroBatch, value: Any) -> Result:
         values: Mapping[str, Value] = value if isinstance(value, Mapping) else {"loss": value}
         if "loss" not in values:
             raise TypeError(f"step() returns {', '.join(values) or 'nothing'}, and no loss")
@@ -233,8 +187,10 @@ class OwnSteps:
             restore()
 
 
-def _require(are_alike: bool) -> None:
-    if not are_alike:
-        raise Unfit(
-            "task: its step() calls gather() for some micro-batches of a step more often than for others (equally often)"
-        )
+def _rows_in(own: Tree) -> list[Tensor]:
+    """Return the tensors whose rows are joined. TypeError for a number, or if there is none."""
+    found = tensors_in(own)
+    if not found or any(tensor.ndim == 0 for tensor in found):
+        what = "nothing with rows" if not found else "a number, which has no rows: unsqueeze(0) makes it a row"
+        raise TypeError(f"step() returns {what}, but loss_of_rows() needs rows, one for each sample")
+    return found

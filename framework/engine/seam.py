@@ -58,14 +58,17 @@ class Task(Protocol):
     """The meaning of the outputs: the loss and the metrics. All values are SUMS over samples, shape ().
 
     A sum is divided by the number of samples. If a value is a pair (sum, weight), the sum is divided by its weight, for
-    example by the number of tokens that count. The weights of a step are first added up over the whole global batch.
+    example by the number of tokens that count. The weights of a step are first added up over the whole global batch. A task
+    with `weight(targets)`, the weight of the loss of a micro-batch, returns the sum of the losses alone: so the factor of a
+    step's losses is known before its first forward, and no gradient is multiplied afterwards.
     """
 
     def loss(self, outputs: Any, targets: Any) -> Value: ...
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]: ...
 
-    # A task may also have: `step(call, batch, context)`, which replaces one forward and `loss` (framework/engine/own_step.py);
+    # A task may also have: `step(call, batch, context)`, which replaces one forward and `loss`, and with it
+    # `loss_of_rows(own, everyone, batch, context)`, a loss of the results for all samples (framework/engine/own_step.py);
     # `derived(means) -> dict[str, float]`; `predictions(outputs, targets)`, the arguments of a metric's update(), as a tuple or
     # a mapping of names; `written(outputs) -> dict[str, Tensor]`, what mode=predict writes for a batch; `compile_loss()`, which
     # trainer.compile=true calls; `takes_16_bits = True`: in training, its loss takes outputs in the dtype of autocast.
@@ -117,18 +120,11 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        """Put into `.grad` the gradient of the global batch's sum of losses, divided by its samples, times `loss_scale`.
+        """Put into `.grad` the gradient of the global batch's mean loss, times `loss_scale`.
 
-        `index` is the number of the step. Return this rank's sums over its samples: the loss, and with `measure` the task's
-        metrics.
+        The mean is the sum divided by the number of samples, or by the weight if the loss has a weight. `index` is the number
+        of the step. Return this rank's sums over its samples: the loss, and with `measure` the task's metrics.
         """
-
-    def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        """Divide the gradients by the weight of the loss instead of the number of samples, if the loss has a weight.
-
-        `sums` is the result of `forward_backward`.
-        """
-        weigh_gradients(self.module, sums, num_samples=num_samples, among_ranks=dist.is_initialized())
 
     @abstractmethod
     def forward(self, micro_batch: MicroBatch) -> Sums:
@@ -184,58 +180,11 @@ def no_whole_outputs() -> Unfit:
     return Unfit("parallel: no process has the outputs of the whole model, which a part of the run needs (ddp or fsdp)")
 
 
-class EngineAround(Engine):
-    """An Engine that passes every call to the engine inside it; a subclass overrides the calls that it changes."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.module, self.task = engine.module, engine.task
-        self.mesh, self.observers, self.parts = engine.mesh, engine.observers, engine.parts
-        self.dp_rank, self.dp_size = engine.dp_rank, engine.dp_size
-        self._engine = engine
-
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        return self._engine.forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
-
-    def forward(self, micro_batch: MicroBatch) -> Sums:
-        return self._engine.forward(micro_batch)
-
-    def evaluate(self, step: Step) -> Sums:
-        return self._engine.evaluate(step)
-
-    @property
-    def is_padding(self) -> bool:
-        return self._engine.is_padding
-
-    def outputs(self, inputs: Tree) -> Tree:
-        return self._engine.outputs(inputs)
-
-    def use_average(self, average: Average | None) -> None:
-        self._engine.use_average(average)
-
-    @property
-    def trail(self) -> int:
-        return self._engine.trail
-
-    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        return self._engine.clip_grad_norm(max_norm)
-
-    def weigh(self, sums: Sums, *, num_samples: int) -> None:
-        self._engine.weigh(sums, num_samples=num_samples)
-
-    def warm_up(self, step: Step) -> None:
-        self._engine.warm_up(step)
-
-    def sync_buffers(self) -> None:
-        self._engine.sync_buffers()
-
-    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        return self._engine.make_optimizer(build, trained)
-
-
 def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool) -> None:
     """Divide the gradients by the weight of the loss, if it has a weight, instead of the number of samples.
 
-    With `among_ranks`, the weight of all ranks (collective); else this rank's own weight. A weight of zero leaves no gradient.
+    For a loss with a weight that only `loss` knows. With `among_ranks`, the weight of all ranks (collective); else this rank's
+    own weight. A weight of zero leaves no gradient.
     """
     if (weight := sums.get(weight_of("loss"))) is None:
         return

@@ -64,10 +64,11 @@ class Noise:
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter; if it has none, set it to zeros."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+    """Return the gradient of a parameter, cut like the parameter; if it has none, set it to zeros."""
+    gradient = gradient_of(parameter)
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter)
+    return gradient
 
 
 class AveragedWeights:

@@ -66,7 +66,7 @@ def choose(model: nn.Module, *, num_ranks: int, budget: float) -> tuple[str, flo
 
 
 def _memory(world: World) -> float:
-    """Return the memory of this process's device in bytes; on the CPU, this process's share of what it may use."""
+    """Return the memory of this process's device in bytes; on the CPU, its share of the machine's or control group's memory."""
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
     return machine_memory() / world.local_world_size

@@ -63,8 +63,14 @@ class OfSlices:
     def __init__(self, task: Task, slices: Slices) -> None:
         self._task, self._slices = task, slices
 
+    @property
+    def weight(self) -> Any:
+        """The task's weight of a slice; AttributeError if it has none."""
+        return self._task.weight  # type: ignore[attr-defined]
+
     def loss(self, outputs: Any, targets: Any) -> Value:
-        return self._of_slice(self._task.loss(outputs, targets))
+        loss = self._task.loss(outputs, targets)
+        return loss if hasattr(self._task, "weight") else self._of_slice(loss)
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]:
         return {name: self._of_slice(value) for name, value in self._task.metrics(outputs, targets).items()}

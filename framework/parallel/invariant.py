@@ -1,6 +1,7 @@
 """Bitwise invariance: gradients with bits that do not depend on the number of processes."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from framework.distributed.world import World
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import EngineAround, Step
+from framework.engine.seam import Step
 from framework.engine.sums import Sums
 from framework.modules.tensors import moved
 from framework.optim.optimizers import MakeOptimizer
@@ -80,8 +81,9 @@ def invariant(
     model.to(world.device)
     if world.device.type == "cpu":
         torch.set_num_threads(1)  # another number of threads changes the bits of a matrix product
-    plain = DataParallelEngine(
+    return InvariantEngine(
         model,
+        micro_batch_size=micro_batch_size,
         forward=forward,
         mesh=world.mesh(replicate=None) if world.world_size > 1 else None,
         dp_rank=world.rank,
@@ -90,37 +92,35 @@ def invariant(
         broadcast=world.broadcast,
         make_optimizer=make_optimizer,
     )
-    return InvariantEngine(plain, micro_batch_size=micro_batch_size)
 
 
-class InvariantEngine(EngineAround):
+class InvariantEngine(DataParallelEngine):
     """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, whichever ranks ran them.
 
     Source: Li et al. 2023, "EasyScale: elastic training with consistent accuracy", which calls them logical workers.
     """
 
-    def __init__(self, engine: DataParallelEngine, *, micro_batch_size: int) -> None:
-        super().__init__(engine)
-        self._plain = engine
+    def __init__(self, module: nn.Module, *, micro_batch_size: int, **how: Any) -> None:
+        super().__init__(module, **how)
         self._micro_batch_size = micro_batch_size
-        self._parameters = [p for p in nn.Module.parameters(engine.module) if p.requires_grad]
-        engine.no_gather = "invariance: bitwise, which runs each micro-batch alone"
+        self.no_gather = "invariance: bitwise, which runs each micro-batch alone"
 
     def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         gradients, others = self._tree(step), self._tree(step)
         names: list[str] = []
-        self._plain.buffers.begin_step(is_alone=False)
+        self.buffers.begin_step(is_alone=False)
+        factor = self._factor(step, loss_scale, num_samples=step.num_samples)
         for micro_batch in step.micro_batches:
             for parameter in self._parameters:
                 parameter.grad = None
             # clone: a part of a batch can start at any address, and the address changes which kernels run
             alone = step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)])
-            sums = self._plain.run_micro_batches(alone, index=index, loss_scale=loss_scale, measure=measure)
+            sums = self.run_micro_batches(alone, index=index, factor=factor, measure=measure)
             names = list(sums)
             if not micro_batch.is_padding:
                 gradients.add(micro_batch.number, self._flat_gradient())
                 others.add(micro_batch.number, self._flat_others(sums))
-        self._plain.buffers.end_step()
+        self.buffers.end_step()
         like = self._flat_gradient(), self._flat_others(sums)
         gradient, values = gradients.total(like[0]), others.total(like[1])
         used = values[len(names) :].tolist()
@@ -128,7 +128,9 @@ class InvariantEngine(EngineAround):
         for parameter, part, count in zip(self._parameters, parts, used):
             parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None
         # the sums on rank 0, and zeros on the other ranks: the loop adds them up
-        return {name: value * (self.dp_rank == 0) for name, value in zip(names, values)}
+        sums = {name: value * (self.dp_rank == 0) for name, value in zip(names, values)}
+        self._forward.settle(self.module, sums, num_samples=step.num_samples)
+        return sums
 
     def _tree(self, step: Step) -> TreeSum:
         # the number of each rank's first micro-batch, and the count: framework.data.order.parts distributes them in this way
@@ -148,7 +150,7 @@ class InvariantEngine(EngineAround):
         """Evaluate. The sums are added along the tree too; rank 0 has them, and the other ranks have zeros."""
         tree = self._tree(step)
         for micro_batch in step.micro_batches:
-            sums = self._engine.evaluate(step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)]))
+            sums = super().evaluate(step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)]))
             values = torch.stack([value.double() for value in sums.values()])
             if not micro_batch.is_padding:
                 tree.add(micro_batch.start // self._micro_batch_size, values.clone())

@@ -6,25 +6,19 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from framework.engine.seam import Demands
 from framework.modules.parts import chain_of
-from framework.modules.trace import traced
 from framework.parallel.pipelining.chain import Stage, stray_parameters, weighty
 from framework.parallel.pipelining.own_forward import OwnForward, Uncut
 from framework.parallel.pipelining.schedules import KINDS
 from framework.parallel.shard import ShardOptions, shard_model
-from framework.parallel.tensor import own_outputs
+from framework.parallel.tensor import cut_by
 
 
-def problems(
-    model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, balance: str = "operations", **others: object
-) -> list[str]:
+def problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str, **others: object) -> list[str]:
     """Return why this model cannot be cut into so many stages, or why the run cannot use these stages."""
-    if balance == "time" and traced(model) is None:
-        return ["balance=time: runs the model on example inputs, but this dataset does not describe its inputs; take "
-                "balance=operations"]  # fmt: skip
     most_models = "ddp, zero, fsdp and hsdp take most models"
     if demands.own_step:
         return [f"pipeline: runs a model once for each micro-batch, but the task has its own step; {most_models}"]
@@ -75,8 +69,7 @@ def cut_and_shard(
             if layer in inside or any(id(p) in weights for p in nn.Module.parameters(layer, recurse=False))}  # fmt: skip
     cut = {name: style for name, style in styles.items() if name in here}
     if tensor is not None:
-        parallelize_module(model, tensor, cut)
-        own_outputs(model, cut)
+        cut_by(cut, model, mesh=tensor)
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # the modules and names of each weight
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

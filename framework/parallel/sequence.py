@@ -172,7 +172,7 @@ def with_sequence(model: nn.Module, styles: dict[str, styling.ParallelStyle]) ->
             is_leaf = any(True for _ in nn.Module.parameters(layer, recurse=False))
             if is_leaf and name not in styles:
                 changed[name] = OwnTokens(tokens)
-            elif isinstance(styles.get(name), styling.RowwiseParallel):
+            elif type(styles.get(name)) is styling.RowwiseParallel:
                 changed[name] = styling.RowwiseParallel(output_layouts=Shard(1))
             elif own and all(parameter.rpartition(".")[0] in styles for parameter, _ in own) and name not in styles:
                 changed[name] = GatheredTokens(tokens)

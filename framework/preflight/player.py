@@ -140,7 +140,6 @@ class Player:
             parameter.grad = None
         step = self._step._replace(turn=turn.name if turn is not None else "")
         sums = self.engine.forward_backward(step, index=index, loss_scale=1.0, measure=True)
-        self.engine.weigh(sums, num_samples=step.num_samples)
         self._computed = {parameter for parameter in self.module.parameters() if parameter.grad is not None}
         self.update.keep(turn)
         return sums if turn is None else with_loss_of_turn(sums, turn.name)

@@ -74,6 +74,11 @@ def shard_offsets(shard: Any) -> tuple[int, ...]:
     return compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)[1]
 
 
+def check_on_device(holds: Tensor, message: str) -> None:
+    """Raise an error unless `holds`, shape (), is true; a GPU raises it when it gets there, so that nothing waits."""
+    torch._assert_async(holds, message)
+
+
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply many tensors by a factor, in place."""
     torch._foreach_mul_(list(tensors), factor)

@@ -19,13 +19,16 @@ class Classification:
     def __init__(self, *, label_smoothing: float) -> None:
         self.label_smoothing = label_smoothing
 
-    def loss(self, outputs: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
+    def weight(self, targets_B: Tensor) -> Tensor:
+        return self._counts(targets_B).sum()
+
+    def loss(self, outputs: Tensor, targets_B: Tensor) -> Tensor:
         logits_BC, counts_B = main_output(outputs), self._counts(targets_B)
         if logits_BC.ndim != 2:
             raise ValueError(f"the outputs are {list(logits_BC.shape)}, but classification takes (samples, classes): "
                              "labels of pixels or tokens need another task")  # fmt: skip
         total = F.cross_entropy(logits_BC, targets_B, reduction="sum", label_smoothing=self.label_smoothing)
-        return total + auxiliary_loss(outputs, weights_B=counts_B), counts_B.sum()
+        return total + auxiliary_loss(outputs, weights_B=counts_B)
 
     def predictions(self, outputs: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
         return main_output(outputs), targets_B

@@ -28,11 +28,13 @@ class LanguageModeling:
         """Compute the loss with torch.compile from now on. The framework calls this if trainer.compile=true."""
         self._cross_entropy_sum = compiled_cross_entropy_sum
 
-    def loss(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def weight(self, targets_BT: Tensor) -> Tensor:
+        return (targets_BT != IGNORED).sum()
+
+    def loss(self, outputs: Tensor, targets_BT: Tensor) -> Tensor:
         logits_BTV = main_output(outputs)
         total = self._cross_entropy_sum(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
-        counts_B = (targets_BT != IGNORED).sum(dim=1)
-        return total + auxiliary_loss(outputs, weights_B=counts_B), counts_B.sum()
+        return total + auxiliary_loss(outputs, weights_B=(targets_BT != IGNORED).sum(dim=1))
 
     def predictions(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits (B, V, T), in torchmetrics' format, and targets (B, T). Its `ignore_index` can skip the -100."""

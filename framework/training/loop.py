@@ -157,6 +157,5 @@ class Loop:
 
 def finish_gradients(sums: Sums, *, step: Step, engine: Engine, update: Update) -> None:
     """Weigh the gradients that `forward_backward` has computed, undo the loss scale, and keep the turn's. Collective."""
-    engine.weigh(sums, num_samples=step.num_samples)
     update.loss_scale.unscale(nn.Module.parameters(engine.module))
     update.keep(next((turn for turn in update.turns if turn.name == step.turn), None))

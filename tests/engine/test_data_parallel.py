@@ -11,7 +11,7 @@ from framework.engine import seam
 from framework.engine.buffers import Buffers
 from framework.engine.data_parallel import DataParallelEngine
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, EngineAround, MicroBatch, Step
+from framework.engine.seam import Engine, MicroBatch, Step
 from framework.runtime.exits import Unfit
 from framework.tasks.regression import Regression
 
@@ -152,15 +152,6 @@ def test_an_evaluation_gives_the_same_sums_without_gradients() -> None:
 def test_a_strategy_may_build_the_optimizer_in_its_own_way() -> None:
     made = engine(linear(), make_optimizer=lambda build, trained: ("its own", build, trained))
     assert made.make_optimizer("build", ["trained"]) == ("its own", "build", ["trained"])  # type: ignore[arg-type, comparison-overlap]
-
-
-def test_an_engine_around_another_passes_every_call_on() -> None:
-    inner, plain = engine(linear(), dp_rank=1, dp_size=3), linear()
-    around = EngineAround(inner)
-    assert (around.module, around.mesh, around.dp_rank, around.dp_size) == (inner.module, None, 1, 3)
-    assert run(around, step(0, 7)) == run(engine(plain, dp_size=3), step(0, 7))  # type: ignore[arg-type]
-    torch.testing.assert_close(gradients(inner.module), gradients(plain))
-    torch.testing.assert_close(around.clip_grad_norm(0.1), inner.clip_grad_norm(None) * 0 + engine_norm(plain))
 
 
 def test_an_engine_that_forgets_what_it_must_say_cannot_exist() -> None:

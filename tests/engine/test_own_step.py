@@ -1,7 +1,5 @@
-"""A task's own step: its micro-batches wait for each other in gather(), and none sees what another has switched on."""
+"""A task's own step, and its second phase, which reads the rows of all samples."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -15,23 +13,6 @@ from framework.optim.update import AveragedWeights
 from tests.engine.test_data_parallel import gradients, linear, step
 
 
-class Within:
-    """A step that gathers within a context, and notes `probe` before, within and after it."""
-
-    def __init__(self, context: Callable[[], AbstractContextManager[Any]], probe: Callable[[], Any]) -> None:
-        self.context, self.probe, self.noted = context, probe, list[tuple[Any, Any, Any]]()
-
-    def step(self, call: Any, batch: Any, context: Any) -> Any:
-        before = self.probe()
-        outputs = call(batch.inputs.float())
-        with self.context():
-            everyone = context.gather(outputs.detach())
-            within = self.probe()
-            loss = (outputs @ everyone.T).sum(dtype=torch.float64)
-        self.noted.append((before, within, self.probe()))
-        return loss
-
-
 def engine_of(task: Any, module: nn.Module) -> DataParallelEngine:
     return DataParallelEngine(module, forward=Forward(task, seed=0, devices=[torch.device("cpu")], autocast=None))
 
@@ -40,44 +21,6 @@ def run(task: Any, *bounds: int) -> nn.Module:
     module = linear().float()
     engine_of(task, module).forward_backward(step(*bounds), index=0, loss_scale=1.0, measure=False)
     return module
-
-
-@contextmanager
-def with_default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
-
-
-def autocast_cpu() -> Any:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-
-
-@pytest.mark.parametrize(
-    ("context", "probe", "plain", "own"),
-    [
-        (lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast_cpu, (False, torch.bfloat16, True),
-         (True, torch.float16, False)),
-        (torch.no_grad, torch.is_grad_enabled, True, False),
-        (lambda: torch.device("meta"), lambda: torch.empty(0).device.type, "cpu", "meta"),
-        (lambda: with_default(torch.float64), torch.get_default_dtype, torch.float32, torch.float64),
-    ],
-    ids=["autocast", "no grad", "device", "dtype"],
-)  # fmt: skip
-def test_what_a_step_switches_on_around_gather_is_on_for_its_micro_batch_alone(
-    context: Any, probe: Any, plain: Any, own: Any
-) -> None:
-    task = Within(context, probe)
-    next(engine_of(task, linear().float())._own_steps().run(step(0, 3, 5, 7), index=0))
-    assert task.noted == [(plain, own, plain)] * 3
-
-
-def test_autocast_around_gather_gives_the_gradients_of_one_micro_batch() -> None:
-    def task() -> Within:
-        return Within(lambda: torch.autocast("cpu", torch.bfloat16), lambda: None)
-
-    torch.testing.assert_close(gradients(run(task(), 0, 3, 5, 7)), gradients(run(task(), 0, 7)))
 
 
 @pytest.mark.parametrize(
@@ -116,9 +59,29 @@ def test_a_step_does_not_read_weights_that_a_strategy_may_have_cut(read: Any) ->
         engine_of(Reads(), linear()).forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
 
 
-def test_inference_mode_around_gather_is_refused() -> None:
-    with pytest.raises(TypeError, match="inference_mode"):
-        run(Within(torch.inference_mode, lambda: None), 0, 3, 7)
+class Rows:
+    """A step in two phases."""
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            return {"outputs": call(batch.inputs.float()), "noise": torch.rand(len(batch.inputs), 1)}
+
+    def loss_of_rows(self, own: Any, everyone: Any, batch: Any, context: Any) -> Any:
+        mine = everyone["outputs"][context.start : context.start + len(own["outputs"])]
+        assert torch.equal(mine, own["outputs"][: len(mine)])  # padding has none
+        return (own["outputs"] @ everyone["outputs"].T).sum(dtype=torch.float64) + own["noise"].sum() + torch.rand(())
+
+
+def test_a_loss_of_the_rows_of_all_samples_is_the_same_in_one_micro_batch_and_in_several() -> None:
+    torch.testing.assert_close(gradients(run(Rows(), 0, 3, 5, 7)), gradients(run(Rows(), 0, 7)))
+
+
+def test_rows_of_padding_are_not_among_those_of_all() -> None:
+    whole, padding = step(0, 4, 7).micro_batches
+    padded = step(0, 4)._replace(micro_batches=[whole, padding._replace(is_padding=True)])
+    module = linear().float()
+    engine_of(Rows(), module).forward_backward(padded, index=0, loss_scale=1.0, measure=False)
+    torch.testing.assert_close(gradients(module), gradients(run(Rows(), 0, 4)))
 
 
 class Fails:

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from framework.distributed.world import World
-from framework.parallel.tensor import styles_of
-from framework.parallel.vocabulary import Vocabulary, stays_cut
-from framework.tasks import cross_entropy
+from framework.modules.tensors import local
+from framework.optim.update import gradient_or_zeros
+from framework.parallel.tensor import cut_by, stays_cut, styles_of
 from framework.tasks.cross_entropy import cross_entropy_sum, highest_class
 from framework.tasks.language_modeling import LanguageModeling
 from models.gpt import GPT
@@ -44,10 +45,7 @@ class Tiny(nn.Module):
 
 
 def cut(model: nn.Module, world: World, *, keeps_cut: bool) -> nn.Module:
-    mesh = world.mesh(tensor=world.world_size)
-    style = Vocabulary(keeps_cut)
-    for layer in (model.embedding, model.head):
-        style._apply(layer, mesh)  # type: ignore[arg-type]
+    cut_by(styles_of(model, num_parts=world.world_size, keeps_cut=keeps_cut), model, mesh=world.mesh(tensor=world.world_size))
     return model
 
 
@@ -66,7 +64,6 @@ def test_losses_and_gradients_are_those_of_whole_layers(
     vocabulary: int, num_ranks: int, is_tied: bool, has_bias: bool, keeps_cut: bool, tmp_path: Path
 ) -> None:
     def act(world: World) -> Any:
-        cross_entropy._CHUNK = {"cpu": 8}
         model = cut(Tiny(vocabulary, is_tied=is_tied, has_bias=has_bias), world, keeps_cut=keeps_cut)
         assert (model.head.weight is model.embedding.weight) == is_tied
         logits = model(TOKENS)
@@ -74,6 +71,7 @@ def test_losses_and_gradients_are_those_of_whole_layers(
         assert not keeps_cut or logits.to_local().shape[-1] < vocabulary
         loss = loss_of(logits) if keeps_cut else F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum")
         (loss * 3).backward()
+        assert all(local(gradient_or_zeros(p)).shape == local(p).shape for p in model.parameters())  # not of all rows
         best = highest_class(logits.detach())
         with torch.no_grad():
             evaluated = model(TOKENS)
@@ -103,8 +101,9 @@ def test_a_loss_of_cut_logits_is_taken_in_32_bits(dtype: torch.dtype, tmp_path: 
     def act(world: World) -> Any:
         part = DTensor.from_local(logits.tensor_split([16], dim=1)[world.rank], world.mesh(tensor=2), [Shard(1)], run_check=False,
                                   shape=logits.shape, stride=logits.stride()).requires_grad_()  # fmt: skip
-        loss = cross_entropy_sum(part, TARGETS.flatten(), ignore_index=-100)
-        loss.backward()
+        with loss_parallel():
+            loss = cross_entropy_sum(part, TARGETS.flatten(), ignore_index=-100)
+            loss.backward()
         assert part.grad is not None and part.grad.dtype == dtype and loss.dtype == torch.float32
         return loss.item(), whole(part.grad).tolist()
 
@@ -119,7 +118,7 @@ def test_a_loss_of_cut_logits_is_taken_in_32_bits(dtype: torch.dtype, tmp_path: 
 def test_a_token_or_target_that_is_none_is_an_error_on_every_process(tmp_path: Path) -> None:
     def act(world: World) -> None:
         model = cut(Tiny(17, is_tied=True), world, keeps_cut=True)
-        with pytest.raises(IndexError, match="token 17 is out of range"):
+        with pytest.raises(RuntimeError, match="token is out of range of a vocabulary of 17"):
             model(torch.tensor([[17]]))
         with pytest.raises(IndexError, match="Target 17 is out of bounds"):
             cross_entropy_sum(model(torch.tensor([[1]])).flatten(0, 1), torch.tensor([17]), ignore_index=-100)

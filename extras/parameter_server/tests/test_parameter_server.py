@@ -147,7 +147,7 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
     has_come = FORK.Semaphore(0)
 
     def plant() -> None:
-        compute, hand_in = DataParallelEngine.forward_backward, Server.hand_in
+        compute, hand_in = DataParallelEngine.run_micro_batches, Server.hand_in
 
         def last(engine: Any, *args: Any, **options: Any) -> Any:
             if engine.dp_rank == 1:  # ranks 0 and 2 have computed by then
@@ -159,7 +159,7 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
             if rank == 2:
                 has_come.release()
 
-        DataParallelEngine.forward_backward = last  # type: ignore[method-assign,assignment]
+        DataParallelEngine.run_micro_batches = last  # type: ignore[method-assign,assignment]
         Server.hand_in = tell  # type: ignore[method-assign]
 
     assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs", before=plant), whole)

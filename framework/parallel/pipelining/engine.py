@@ -24,7 +24,6 @@ from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
 from framework.parallel.pipelining.sent import SendDtype, Sent
-from framework.parallel.pipelining.times import Balance, agreed_spans
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_stages import greet_others_only
 
@@ -52,7 +51,6 @@ class PipelineEngine(Engine):
         dp_size: int = 1,
         is_counted: bool = True,
         send_dtype: SendDtype = None,
-        balance: Balance = "operations",
         cut_stage: Callable[[Stage], None] | None = None,
         same_stages: dist.ProcessGroup | None = None,
         summed_over: dist.ProcessGroup | None = None,
@@ -69,7 +67,7 @@ class PipelineEngine(Engine):
         self._dtype = next(nn.Module.parameters(model)).dtype
         self._owners = owners(schedule, num_ranks=self._size)
         self._num_stages = len(self._owners)
-        self._spans = agreed_spans(self._chain, owners=self._owners, balance=balance, forward=forward, world=world)
+        self._spans = self._chain.spans(self._chain.costs(forward.example), num_stages=self._num_stages)
         self.sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
         own = [n for n, rank in enumerate(self._owners) if rank == self._rank]
         self.stages = self._chain.keep_own(self._spans, own=own, device=world.device)
@@ -142,7 +140,9 @@ class PipelineEngine(Engine):
         step = self._sliced(step)
         self.begin_step(step, index=index)
         sums = self.zeros(step.micro_batches[0], measure=measure)
-        scale = loss_scale / step.num_samples
+        has_loss = self._is_counted and self._num_stages - 1 in self.stages
+        counted = [m for m in step.micro_batches if has_loss and not m.is_padding]
+        scale = self._forward.factor(counted, scale=loss_scale, num_samples=step.num_samples, among_ranks=True)
         for micro_batches in _passes(step):
             self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
         self.end_step()
@@ -151,9 +151,11 @@ class PipelineEngine(Engine):
                 dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
         if self._summed_over is not None:
             sum_all((local(gradient_or_zeros(p)) for p in self._parameters), group=self._summed_over)
-        return sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
+        sums = sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
+        self._forward.settle(self.module, sums, num_samples=step.num_samples)
+        return sums
 
-    def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: float, sums: Sums, measure: bool) -> None:
+    def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: Tensor | float, sums: Sums, measure: bool) -> None:
         def loss_of(outputs: Tree, micro_batch: MicroBatch) -> Tensor:
             loss, more = self._forward.measured(outputs, micro_batch, measure=measure)
             if not micro_batch.is_padding:

@@ -12,6 +12,7 @@ from framework.parallel.pipelining.timetable import Action, timetable, waiting_i
 from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+Balance = Literal["operations"]  # stages of equal cost, by counted operations: the only way so far
 
 
 @dataclass(frozen=True)
