@@ -1244,3 +1244,75 @@ class Rolling(GPT):
 class Rolled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.roll(1, dims=1)
+
+
+class CountsPadding:
+    """A part that counts the samples of a step, with those of padding."""
+
+    def begun(self, loop: Any) -> None:
+        self.count = 0
+        for layer in loop.module.modules():
+            if isinstance(layer, nn.Linear) and layer.out_features == 10:
+                layer.register_forward_hook(self._note)
+
+    def _note(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.count += len(output) if layer.training else 0
+
+    def step_begun(self, loop: Any) -> None:
+        self.count = 0
+
+    def row(self, loop: Any) -> dict[str, float]:
+        return {"num_samples": float(loop.sum(torch.tensor(float(self.count))))}
+
+
+class Clocked:
+    """A part with a column that a clock measures."""
+
+    def row(self, loop: Any) -> dict[str, float]:
+        return {"clock": time.perf_counter()}
+
+
+class Refills:
+    """A part that gives every parameter a gradient, so that its optimizer finds one."""
+
+    def gradients_ready(self, loop: Any) -> None:
+        for parameter in loop.trained().values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+class LeavesAutocastOn(Classification):
+    """A step after which its process computes in 16 bits, until the first micro-batch of the next step."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.0)
+
+    def step(self, call: Any, batch: Any, context: Any) -> Any:
+        if context.start == 0:
+            torch.set_autocast_enabled("cpu", False)
+        loss = F.cross_entropy(call(batch.inputs), batch.targets, reduction="sum")
+        torch.set_autocast_enabled("cpu", True)
+        return loss
+
+
+_LEFT: dict[int, Tensor] = {}  # of each bucket: what was not sent
+
+
+def sends_half(group: Any, bucket: Any) -> Any:
+    """A hook that sends half of a gradient, and the rest in the next step: it remembers this outside of the run's state."""
+    gradient = bucket.buffer()
+    wanted = gradient + _LEFT.get(bucket.index(), 0.0)
+    _LEFT[bucket.index()] = wanted / 2
+    gradient.copy_(wanted / 2 / group.size())
+    work = torch.distributed.all_reduce(gradient, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+class Large(Classification):
+    """Without a fault, but with losses that a sum in float64 rounds."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.0)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return 1e12 * F.cross_entropy(outputs, targets, reduction="sum")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from framework.parallel import invariant
 from framework.parallel.invariant import TreeSum
 from tests.harness import Ended, Says, command, exact_rows, finished, slow_but
+from tests.product import trained
 from tests.test_conformance import SMALL, TOKENS
 from tests.test_resume import after_step, preempt
 
@@ -152,3 +153,20 @@ def test_no_rank_sends_or_receives_more_sums_than_the_logarithm_of_the_leaves(
                 tree.add(leaf, value.clone())
             tree.total(like=value)
             assert max(counting.sent, counting.received) <= (count - 1).bit_length()
+
+
+def test_an_evaluation_has_the_same_bits_however_large_its_sums_are(tmp_path: Path) -> None:
+    line = [
+        *RUN,
+        *SMALL,
+        "model=mlp",
+        "model.dim=4",
+        "task._target_=tests.faulty.Large",
+        "precision=fp64",
+        "trainer.eval_every=1",
+    ]
+    rows = [
+        trained([*line, "parallel=ddp"], ranks=ranks, root=tmp_path / str(ranks), stops=[None])[0].rows for ranks in (1, 2, 3)
+    ]
+    losses = [[row["loss"] for row in some if row["split"] != "train"] for some in rows]
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 9 and min(losses[0]) > 2**29

@@ -275,6 +275,14 @@ def test_activations_are_held_by_the_cpu() -> None:
     assert plain["gradient"] == held["gradient"] == inputs["gradient"] and held["waits"] == inputs["waits"] == {}
 
 
+@pytest.mark.parametrize("line", [["model._target_=tests.faulty.Statistics", "parallel=ddp"],
+                                  pytest.param(["model=mlp", "parallel=tensor"], marks=pytest.mark.slow)])  # fmt: skip
+def test_what_rank_0_has_moved_and_which_gradients_exist_no_host_asks_a_device(line: list[str]) -> None:
+    images = ["dataset=synthetic", "dataset.image_size=8", "launch.nproc_per_node=2", "rehearse=false"]
+    for _, counted, _ in call_ranks(steps_of_rank, 2, line=[*images, *line]):
+        assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0], counted
+
+
 @pytest.mark.slow
 def test_a_step_under_fsdp_waits_for_nothing() -> None:
     """Its streams are FSDP's own: what they wait for is not judged here."""

@@ -167,6 +167,8 @@ SAVED_AT_END = ("int8", "top_k", "powersgd")
 @pytest.mark.parametrize(("kept", "strategy"), pairs([*KEPT], ["ddp", "fsdp"], {(kept, "ddp") for kept in KEPT}))
 def test_what_a_run_keeps_survives_a_stop(kept: str, strategy: str, tmp_path: Path) -> None:
     refused = "checkpoint.every ... keeps values from step to step" if kept in SAVED_AT_END else None
+    if strategy == "fsdp" and kept in (*APPROXIMATE, *SAVED_AT_END):
+        refused = "parallel.compression: unknown key"  # it is a hook of replicas
     line = [*GPT, "checkpoint.every=2", *(KEPT[kept] if kept in ("ema", "swa", "schedule-free") else [])]
     parallel = [*under(strategy), *(KEPT[kept] if kept not in ("ema", "swa", "schedule-free") else [])]
     tolerance = 0.0 if kept in APPROXIMATE else 1e-9

@@ -52,6 +52,8 @@ def as_sums(values: Mapping[str, Value]) -> Sums:
                 raise TypeError(f"{name} is {kind}, but a sum over the samples, or its weight, must be a number or a tensor of "
                                 "shape ()")  # fmt: skip
             number = item.detach() if isinstance(item, Tensor) else torch.tensor(item, dtype=torch.float64, device=device)
+            if number.dtype in (torch.float16, torch.bfloat16):
+                number = number.float()  # so that sums over micro-batches do not round as often as there are of them
             sums[key] = number if key == name else number.double()
     return sums
 

@@ -13,7 +13,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,10 +26,11 @@ from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
 from framework.preflight.asking import note_asking
 from framework.preflight.child import end_of
+from framework.preflight.distances import difference, far, other_columns
 from framework.preflight.findings import Finding, Refused
 from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
-from framework.preflight.two_steps import Seen, Sketch, first_to_part, two_steps
+from framework.preflight.two_steps import Seen, first_to_part, restored_step, two_steps
 from framework.runtime.environment import Environment
 from framework.runtime.exits import RunEnded, error_text, place_of
 from framework.runtime.forks import Idleness, begin_child
@@ -41,7 +41,6 @@ _MOST = 4  # the largest number of processes
 _FIRST = ("pipeline", "tensor", "context", "expert", "shard", "replicate")  # the axes that cut most of the model come first
 _IDLE_S = 8.0  # all processes wait for each other, and none uses the CPU
 _LIMIT_S = 600.0  # a rehearsal ends before this time
-_TOLERANCE = 1e-6  # in float64: a wrong computation differs by more than a thousandth, rounding by less than 1e-10
 _NONE = "launch.nproc_per_node=1: ddp and fsdp do not either"
 
 
@@ -76,7 +75,8 @@ def compare(build: Builder) -> list[Finding]:
     loaded = build.source("train")
     source = loaded if dataclasses.is_dataclass(loaded) else None
     double = config.precision.model_copy(update={"name": "fp64"})
-    alone = build.altered(precision=double, global_batch_size=2 * config.global_batch_size, parallel=SINGLE)
+    # three micro-batches: two processes do not have as many, and one of them repeats one as padding
+    alone = build.altered(precision=double, global_batch_size=config.global_batch_size * 3 // 2, parallel=SINGLE)
     (expected,) = _run(alone, source, count=1)
     if expected.fault:  # for example a model that does not run in float64
         what = f"the strategy was not compared with one process: a step in float64 fails there: {expected.fault}"
@@ -90,13 +90,20 @@ def compare(build: Builder) -> list[Finding]:
         if first := _first_fault(ranks):
             why = " (its samples do not all enter the same modules)" if expected.do_part else ""
             return f"a step on {count} processes fails with this model{why}: {first}"
-        differing = _difference(expected, ranks)
+        differing = difference(expected, ranks)
+        if not differing and other_columns(expected, ranks[0]):
+            (again,) = _run(alone, source, count=1, like=expected)  # a column of a clock differs each time
+            differing = other_columns(expected, ranks[0], but_not=again)
         return differing and f"{count} processes compute different results with this model than one process: {differing}"
 
     what = fault(parallel)
-    if not what and config.precision.name != "fp64":  # what float64 makes equal may not be: a float64 parameter, a cast
-        first = _first_fault(_run(build.altered(parallel=parallel), source, count=count, like=Seen(num_updates=1)))
+    if not what:  # what float64 makes equal may not be: a float64 parameter, a cast
+        inexact = {name: value for name, value in config.parallel.items() if parallel.get(name) is None}
+        ranks = _run(build.altered(parallel=parallel | inexact), source, count=count, like=Seen(num_updates=1), restores=True)
+        first = _first_fault(ranks)
         what = first and f"a step in {config.precision.name} on {count} processes fails: {first}"
+        if lost := "" if what else _lost(ranks):
+            return [*of_parts, Finding("parallel", f"{count} processes {lost}", "parallel.hook=null")]
     if of_parts or not what:
         return of_parts
     watched = _run(alone.altered(parallel=parallel), source, count=count, like=expected, is_watched=True)
@@ -107,7 +114,9 @@ def compare(build: Builder) -> list[Finding]:
         without = alone.altered(part={other: node for other, node in config.part.items() if other != name})
         (computed,) = _run(without, source, count=1)
         if not computed.fault and not fault(parallel, without, computed):
-            cure = "act alike on every process: for local values, use loop.sum(), loop.any() or full_tensor()"
+            cure = (
+                "act alike on every process: loop.sum(), loop.any() or full_tensor() of local values; none of loop.is_padding"
+            )
             return [Finding(f"part.{name}", f"{what}; without it, they compute the same", cure)]
     one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})
     if "DTensor" in what and not fault(parallel, one_unit):
@@ -115,6 +124,14 @@ def compare(build: Builder) -> list[Finding]:
         return [Finding("parallel", what, cure)]
     own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
     return [Finding("parallel", what, next((line for line, node in [*own, *_others()] if not fault(node)), _NONE))]
+
+
+def _lost(ranks: list[Seen]) -> str:
+    """Return what the ranks compute otherwise after a save and a restore, or an empty text."""
+    for rank in ranks:
+        if rank.restored and (differing := far(*rank.restored, what="the gradient of", tolerance=1e-4)):
+            return f"keep something that no checkpoint holds: restored from one, {differing}"
+    return ""
 
 
 def _remedies(parallel: Node) -> Sequence[Node]:
@@ -135,35 +152,6 @@ def _line(options: Node) -> str:
     return " ".join(f"parallel.{key}={shown(value)}" for key, value in options.items())
 
 
-def _difference(expected: Seen, ranks: list[Seen]) -> str:
-    """Return the first difference, or an empty text."""
-    gradients = [{name: sketch for rank in ranks[::-1] for name, sketch in rank.gradients[step].items()} for step in range(2)]
-    weights = {name: sketch for rank in ranks[::-1] for name, sketch in rank.weights.items()}
-    worst = ""
-    for step in range(2):
-        worst = worst or _other_sums(expected, ranks, step, where=f"step {step + 1}")
-        worst = worst or _far(expected.gradients[step], gradients[step], what=f"step {step + 1}: the gradient of")
-    worst = worst or _far(expected.weights, weights, what="after two steps:") or _kept_otherwise(expected, ranks)
-    updated = {name: sketch for rank in ranks[::-1] for name, sketch in rank.updated.items()}
-    worst = worst or _far(expected.updated, updated, what=f"after {expected.num_updates} more updates by the same gradients:")
-    worst = worst or _other_sums(expected, ranks, 2, where="an evaluation")
-    buffers = {name: sketch for rank in ranks[::-1] for name, sketch in rank.buffers.items()}
-    for name, sketch in expected.buffers.items():  # one by one: some are counts
-        found = {name: buffers[name]} if name in buffers else {}
-        worst = worst or _far({name: sketch}, found, what="after two steps: the buffer", scale=expected.scales[name])
-    if not worst:
-        return ""
-    for name, sketch in expected.outputs.items():
-        for rank in ranks:
-            if name in rank.outputs and not _distance(sketch, rank.outputs[name]) <= _TOLERANCE * max(sketch[0], 1e-12):
-                return f"first in the output of {name or 'the model'}; {worst}"
-    for name, sketch in expected.early.items():
-        for rank in ranks:
-            if name in rank.early and _far({name: sketch}, {name: rank.early[name]}, what="", scale=expected.scales[name]):
-                return f"first in the buffer {name}, in the first step; {worst}"
-    return worst
-
-
 def _first_fault(ranks: list[Seen]) -> str:
     """Return the fault that has caused the others, or an empty text."""
     return min((rank.fault for rank in ranks if rank.fault), key=_is_consequence, default="")
@@ -174,65 +162,23 @@ def _is_consequence(fault: str) -> bool:
     return fault.startswith("waits") or "Connection" in fault
 
 
-def _far(expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str, scale: float = 0.0) -> str:
-    """Return the tensor that differs most, if all tensors together differ by more than the rounding of a norm of `scale`."""
-    if missing := expected.keys() ^ actual.keys():
-        return f"{what} {min(missing)} exists on one side only"
-    distances = {name: _distance(expected[name], actual[name]) for name in expected}
-    norm = max(scale, 1e-12, sum(sketch[0] ** 2 for sketch in expected.values()) ** 0.5)
-    if sum(distance**2 for distance in distances.values()) ** 0.5 <= _TOLERANCE * norm:
-        return ""
-    name = next(name for name in distances if not distances[name] <= _TOLERANCE * max(expected[name][0], 1e-12))
-    return f"{what} {name} differs by {distances[name] / max(expected[name][0], 1e-12):.1e}"
-
-
-def _other_sums(expected: Seen, ranks: list[Seen], number: int, *, where: str) -> str:
-    for name, value in expected.sums[number].items():
-        found = sum(rank.sums[number][name] for rank in ranks)
-        if not abs(value - found) <= _TOLERANCE * max(1e-9, abs(value)):  # not a number is a difference too
-            return f"{name} of {where} is {found:.6g} instead of {value:.6g}"
-    return ""
-
-
-def _kept_otherwise(expected: Seen, ranks: list[Seen]) -> str:
-    for rank in ranks:
-        for name, value in rank.kept.items():
-            other = expected.kept.get(name)
-            if _differ(value, other):
-                return f"the optimizer's {name} is {value} instead of {other}"
-    return ""
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Return whether two plain values differ by more than rounding."""
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) != len(other) or any(map(_differ, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() != other.keys() or any(_differ(one[key], other[key]) for key in one)
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) > _TOLERANCE * abs(other)
-    return bool(one != other)
-
-
-def _distance(one: Sketch, other: Sketch) -> float:
-    return max(abs(one[0] - other[0]), abs(one[1] - other[1]))
-
-
 # --- the processes
 
 
 def _run(
-    build: Builder, source: Source | None, *, count: int, like: Seen | None = None, is_watched: bool = False
-) -> list[Seen]:
+    build: Builder, source: Source | None, *, count: int, like: Seen | None = None, is_watched: bool = False,
+    restores: bool = False,
+) -> list[Seen]:  # fmt: skip
     """Take two steps on so many processes, forked from this one; return the observations of each rank, in order.
 
     Without a source, each process loads it. The steps and the number of updates are those in `like`. None: one process searches
     the step that is hardest for several. `is_watched`: record whether the model's own code uses torch.distributed.
+    `restores`: then compute a step also after a save and a restore.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
-        shared = build, source, count, like, is_watched, Path(scratch)
+        shared = build, source, count, like, is_watched, restores, Path(scratch)
         ranks = [context.Process(target=_rank, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
         for process in ranks:
             process.start()
@@ -270,7 +216,7 @@ def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float)
 
 def _rank(
     rank: int, answer: Connection, build: Builder, source: Source | None, count: int, like: Seen | None, is_watched: bool,
-    scratch: Path,
+    restores: bool, scratch: Path,
 ) -> None:  # fmt: skip
     begin_child()
     torch.set_num_threads(1)
@@ -291,6 +237,8 @@ def _rank(
         else:
             seen.first, seen.num_updates = like.first, like.num_updates
         two_steps(build.altered(), source, seen)  # with its own task
+        if restores:
+            restored_step(build.altered(), source, seen)
         world.agreement.barrier()
     except Refused as refused:
         seen.fault = refused.finding.what

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.build.schedules import schedules
 from framework.build.training import Builder
@@ -62,21 +62,6 @@ def _require_own_memory(tensors: Mapping[str, Tensor], *, key: str, cure: str) -
             raise Refused(key, f"{first} and {name} share their memory: a restore or a shard would separate them", cure)
 
 
-def small(build: Builder, *, size: int) -> Builder:
-    """Return a builder for a rehearsal: steps of two micro-batches with `size` samples each."""
-    config = build.config
-    precision = config.precision
-    return build.altered(
-        global_batch_size=2 * size,
-        micro_batch_size=size,
-        drop_last=False,
-        rehearse=False,
-        trainer=config.trainer.model_copy(update={"compile": False, "sync_batchnorm": False, "profile": False}),
-        # not every CPU supports fp16, and no CPU float8
-        precision=precision.model_copy(update={"name": "fp32"}) if precision.name in ("fp16", "float8") else precision,
-    )
-
-
 def in_whole_batches(build: Builder, source: Source) -> Builder:
     """Return a rehearsal's builder that leaves out a short last batch, if there is a whole one: the run has its own sizes."""
     return build.altered(drop_last=len(source) >= build.config.global_batch_size)
@@ -99,12 +84,23 @@ class Player:
         with blamed("optimizer", "it cannot be built", "see the optimizer's own documentation"):
             self.update: Update = build.update(self.engine, trained, total_steps=_TOTAL_STEPS, epochs_before=lambda step: step)
         self._turns: Sequence[Turn | None] = self.update.turns or [None]
+        self._computed: set[nn.Parameter] = set()  # by the latest backward pass: their gradients
         self._scratch = TemporaryDirectory(prefix="steadfast-")  # the parts may write here
         folder = Path(self._scratch.name)
         splits = build.splits(self.engine)  # a part may ask for a split; nothing is loaded yet
         self.parts = build.parts(
-            self.engine, self.update, total_steps=_TOTAL_STEPS, splits=splits, directory=folder, blame=_of_part
+            self.engine, self.update, total_steps=_TOTAL_STEPS, splits=splits, directory=folder, blame=self._watched
         )
+
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Blame a part for its exceptions, and refuse it if it brings back a gradient that has been taken away."""
+        removed = [parameter for parameter in self._computed if parameter.grad is None]
+        with _of_part(name):
+            yield
+        if any(parameter.grad is not None for parameter in removed):
+            what = "it brings back the gradient of a parameter that its turn or an earlier part does not train in this step"
+            raise Refused(f"part.{name}", what, "leave gradients that are None; loop.recompute() does")
 
     def require_schedules(self, total_steps: int, *, epochs_before: Callable[[int], int]) -> None:
         """Refuse schedules that are no functions of the step, or that do not have a rate for each step of a run."""
@@ -144,6 +140,7 @@ class Player:
             parameter.grad = None
         step = self._step._replace(turn=turn.name if turn is not None else "")
         sums = self.engine.forward_backward(step, index=index, loss_scale=1.0, measure=True)
+        self._computed = {parameter for parameter in self.module.parameters() if parameter.grad is not None}
         self.update.keep(turn)
         return sums if turn is None else with_loss_of_turn(sums, turn.name)
 
@@ -162,7 +159,9 @@ class Player:
         self.parts.step_taken()
         self.parts.can_save(is_ending=False)
         with blamed("part", "its row fails", "see docs/parts.md"):
-            combined(*self._columns("train", sums, num_samples=self._step.num_samples), *self.parts.columns())
+            columns = self.parts.columns()
+            combined(*self._columns("train", sums, num_samples=self._step.num_samples), *columns)
+        self.columns = {f"{name} ({key})": value for key, found in columns for name, value in found.items()}
 
     def _update(self, turn: Turn | None, *, index: int, is_last: bool = True) -> None:
         norm = self.engine.clip_grad_norm(turn.clip_grad_norm if turn is not None else None)
@@ -174,6 +173,7 @@ class Player:
         The parts are called too, and may act at some steps. Collective.
         """
         until, progress = time.monotonic() + within_s, self.parts.loop.progress
+        self._computed = set()
         for index in range(first, first + count):
             progress.step, progress.samples_seen = index, index * self._step.num_samples
             self.parts.begin_step(self._step, has_row=False)

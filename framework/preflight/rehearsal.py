@@ -13,7 +13,6 @@ from framework.build.training import Builder
 from framework.preflight.child import Found, in_child
 from framework.preflight.comparison import compare
 from framework.preflight.findings import Finding, Refused
-from framework.preflight.player import small
 from framework.preflight.trial import Trial
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import available_memory
@@ -55,7 +54,7 @@ def perform(build: Builder) -> tuple[list[Finding], str]:
     own = config.micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
     halves: dict[str, Half] = {_RESUMES: partial(_trial, build=build), _SCALES: compare}
     for size in sorted({min(own, _FEW), min(own, _MANY)}):  # as many as in the run, for a model that needs them
-        rehearsed, found, left = small(build, size=size), [], list(halves)
+        rehearsed, found, left = _small(build, size=size), [], list(halves)
         for half in (_require_memory, *halves.values()):
             more, unchecked = _tried(partial(half, rehearsed))
             found += more
@@ -68,6 +67,21 @@ def perform(build: Builder) -> tuple[list[Finding], str]:
         if not any(finding.refuses for finding in found) or found[-1].key == "rehearse":
             break
     return found, unchecked
+
+
+def _small(build: Builder, *, size: int) -> Builder:
+    """Return a builder for a rehearsal: steps of two micro-batches with `size` samples each."""
+    config = build.config
+    precision = config.precision
+    return build.altered(
+        global_batch_size=2 * size,
+        micro_batch_size=size,
+        drop_last=False,
+        rehearse=False,
+        trainer=config.trainer.model_copy(update={"compile": False, "sync_batchnorm": False, "profile": False}),
+        # not every CPU supports fp16, and no CPU float8
+        precision=precision.model_copy(update={"name": "fp32"}) if precision.name in ("fp16", "float8") else precision,
+    )
 
 
 def _tried(work: Callable[[], list[Finding]]) -> tuple[list[Finding], str]:

@@ -42,6 +42,8 @@ class Seen:
     scales: dict[str, float] = field(default_factory=dict)  # of buffers: the norm from which rounding is judged
     early: dict[str, Sketch] = field(default_factory=dict)  # buffers after the first step, on the ranks with its first samples
     sums: list[dict[str, float]] = field(default_factory=list)  # of each step, and of an evaluation
+    columns: list[dict[str, Any]] = field(default_factory=list)  # of the parts, in the row of each step
+    restored: list[dict[str, Sketch]] = field(default_factory=list)  # gradients of a step, and again after a restore before it
     kept: dict[str, Any] = field(default_factory=dict)  # the values in the optimizer's groups, by parameter and key
     first: int = 0  # the number of the first step
     num_updates: int = 0  # after the two steps
@@ -90,7 +92,7 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
     for index, step in _steps(build, source, player.engine, first=0, count=_SEARCHED):
         paths.clear()
         player.forward_backward(step, index=index)
-        half, everything = len(paths) // 2, set[nn.Module]().union(*paths)
+        half, everything = -(-len(paths) // 2), set[nn.Module]().union(*paths)
         apart = sum(one != other for one, other in zip(paths, paths[half:]))
         # the last sample of a share: its gradients are summed
         lacking = sum(set(path) != everything for path in (paths[half - 1], paths[-1]))
@@ -115,12 +117,11 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
         with _outputs(engine.module, seen.outputs if is_first and engine.dp_rank == 0 else {}):
             sums = player.forward_backward(step, index=index)
         seen.sums.append({name: float(value) for name, value in sums.items()})
-        gradients = {name: p.grad for name, p in engine.module.named_parameters() if p.requires_grad}
-        zeros = {name: torch.zeros(()) for name, gradient in gradients.items() if gradient is None}
-        seen.gradients.append({name: sketch(value) for name, value in (gradients | zeros).items() if value is not None})
+        seen.gradients.append(_gradients(engine.module))
         if is_first and engine.dp_rank == 0:
             seen.early = {name: sketch(buffer) for name, buffer in engine.module.named_buffers()}
         player.take(index)
+        seen.columns.append(player.columns)
     kept = plain_state_of(player.held(), initial=player.update.initial)
     states = {name: sketch(tensor) for name, tensor in player.parts.tensors().items()}
     try:
@@ -156,6 +157,31 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
         beside = max(seen.buffers[other][0] for other in alike if alike[other] == kind)
         seen.scales[name] = max(_LEAST, beside) if kind[2] else 0.0
     seen.sums.append({name: float(value) for name, value in player.evaluate(next(loader.evaluate()), shares=[1.0]).items()})
+
+
+def _gradients(module: nn.Module) -> dict[str, Sketch]:
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    return {name: sketch(torch.zeros(()) if gradient is None else gradient) for name, gradient in gradients.items()}
+
+
+def restored_step(build: Builder, source: Source, seen: Seen) -> None:
+    """Take a step, and compute the next one twice: as it follows, and by a new model, with a save and a restore between.
+
+    Record in `seen.restored` the gradients; nothing if the run cannot be saved there. Collective.
+    """
+    player, again = Player(build), Player(build.altered())
+    (index, step), (following, second) = _steps(build, source, player.engine, first=seen.first, count=2)
+    player.engine.warm_up(step)
+    player.forward_backward(step, index=index)
+    player.take(index)
+    if not player.parts.can_save(is_ending=False):
+        return
+    player.engine.sync_buffers()
+    again.engine.warm_up(second)
+    again.restore(*player.state())
+    for one in (player, again):
+        one.forward_backward(second, index=following)
+        seen.restored.append(_gradients(one.engine.module))
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def _refuse_wrong(targets_N: Tensor, counts_N: Tensor, *, num_classes: int) -> T
 
 def highest_class(logits: Tensor) -> Tensor:
     """Return the class of the largest logit in the last dim; the first of equal classes. Collective if the logits are cut."""
-    best: Any = logits.argmax(dim=-1)
+    best: Any = logits.argmax(dim=logits.ndim - 1)  # of cut logits of one sample, torch 2.13 fails with dim=-1
     return best.full_tensor() if is_cut(logits) else best  # type: ignore[no-any-return]
 
 

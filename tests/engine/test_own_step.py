@@ -100,3 +100,15 @@ def test_an_error_of_the_averaged_weights_leaves_those_of_training() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         engine.forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
     assert torch.equal(module.weight, weights)
+
+
+def test_a_loss_of_16_bits_is_added_in_32() -> None:
+    """256 and one more: a sum in bfloat16 would stay at 256."""
+
+    class InHalf:
+        def step(self, call: Any, batch: Any, context: Any) -> Any:
+            return call(batch.inputs.float()).sum().bfloat16() * 0 + (256.0 if context.start == 0 else 1.0)
+
+    engine = engine_of(InHalf(), linear().float())
+    sums = engine.forward_backward(step(0, 3, 7), index=0, loss_scale=1.0, measure=False)
+    assert float(sums["loss"]) == 257.0
