@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from framework.data.synthetic import Synthetic
 from framework.modules.tensors import local
 from framework.tasks.classification import Classification
+from models.gpt import GPT
 from models.moe import Experts
 
 
@@ -1301,3 +1302,17 @@ class Large(Classification):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Any:
         return 1e12 * F.cross_entropy(outputs, targets, reduction="sum")
+
+
+class Rolling(GPT):
+    """Lets tokens meet outside of the modules that it names as its mixers."""
+
+    def __init__(self, *, vocab_size: int, seq_len: int) -> None:
+        super().__init__(vocab_size=vocab_size, seq_len=seq_len, dim=16, num_layers=2, num_heads=2)
+        for layer in self.layers:
+            layer.dropout = Rolled()
+
+
+class Rolled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(1, dims=1)

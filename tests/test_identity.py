@@ -14,7 +14,7 @@ Share = Annotated[float, Ge(0)]
 class Own:
     """A component of a user, whose names are those of keys that say how the framework's own components are executed."""
 
-    def __init__(self, *, source: str = "", balance: str = "", keep: int | float = 1.0, any: Any = None, rate: float = 1.0,
+    def __init__(self, *, source: str = "", sequence: str = "", keep: int | float = 1.0, any: Any = None, rate: float = 1.0,
                  rates: list[float] | None = None, alias: Share = 1.0, count: int = 1, act: Any = None) -> None: ...  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def node(**values: Any) -> dict[str, Any]:
     (node(act={0: "a"}), node(act={"0": "a"})),
     (node(act={"a.b": 1}), node(act={"a": {"b": 1}})),
     ({"dataset": OWN | {"source": "north"}}, {"dataset": OWN | {"source": "south"}}),
+    ({"parallel": OWN | {"sequence": None}}, {"parallel": OWN | {"sequence": False}}),
     ({"parallel": OWN | {"prefetch": 1}}, {"parallel": OWN | {"prefetch": 2}}),
     ({"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 1}}},
      {"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 2}}}),
@@ -62,6 +63,7 @@ def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, A
     ({"dataset": OWN | {"num_workers": 1}}, {"dataset": OWN | {"num_workers": 2}}),
     ({"dataset": {"_target_": TOKENS, "source": "a"}}, {"dataset": {"_target_": TOKENS, "source": "b"}}),
     ({"parallel": {"_target_": FSDP, "prefetch": 1}}, {"parallel": {"_target_": FSDP, "prefetch": None}}),
+    ({"parallel": {"_target_": FSDP, "sequence": None}}, {"parallel": {"_target_": FSDP, "sequence": False}}),
     ({"metric": {}}, {}),
     (node(init_from=None, parts=None), node()),
 ])  # fmt: skip

@@ -144,6 +144,7 @@ FOUND = {
     "a gradient of another turn": ([*model("Net"), "+optimizer.turns={one: {match: [first.*]}, two: {match: [last.*]}}", "+part.fills._target_=tests.faulty.Refills"], "part.fills: it brings back the gradient of a parameter that its turn ..."),
     "a mode that a micro-batch leaves": ([*task("LeavesAutocastOn")[:-1], "parallel=ddp", TWO, "micro_batch_size=4"], "model: restored from a checkpoint, it computes different results ..."),
     "a hook that remembers": ([*model("Net"), "parallel=ddp", TWO, "parallel.hook={_target_: tests.faulty.sends_half, _partial_: true}"], "parallel: 2 processes keep something that no checkpoint holds: restored from one, the gradient of ... (parallel.hook=null)"),
+    "tokens that meet elsewhere": ([*model("Rolling"), "dataset.kind=tokens", "dataset.vocab_size=16", "dataset.seq_len=8", "task=language_modeling", "parallel=tensor", TWO], "parallel: 2 processes compute different results ... first in the output of ... (parallel.sequence=false"),
     "a wrong chain": ([*model("WrongChain"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... first in the output of last; loss of step 1 is ... instead of"),
     "blocks that are not called by forward, fsdp": ([*model("NotByForward"), "model.parts.blocks=blocks", "parallel=fsdp", TWO], "parallel: a step on 2 processes fails with this model: RuntimeError: ... DTensor ... (model.parts.blocks=[], because its code uses the weights of a block ..."),
 }  # fmt: skip

@@ -20,7 +20,7 @@ EXECUTION = (
 )  # fmt: skip
 
 # The same, for arguments of the framework's own components: in a user's component, such a name may decide what is computed.
-_OF_OWN_COMPONENTS = ("dataset.source", "parallel.prefetch")
+_OF_OWN_COMPONENTS = ("dataset.source", "parallel.sequence", "parallel.prefetch")
 
 
 def identity(config: Mapping[str, Any]) -> str:

@@ -12,8 +12,8 @@ from framework.runtime.torch_compiler import import_dynamo
 import_dynamo()  # as in shard.py
 
 
-def problems(model: nn.Module) -> list[str]:
-    """Return why this model's experts cannot be divided over several processes."""
+def problems(model: nn.Module, *, shard: int = 1) -> list[str]:
+    """Return why this model's experts cannot be divided over several processes, and each expert sharded over `shard`."""
     modules = experts_of(model)
     if not modules:
         return [f"{type(model).__name__} calls no known module of stacked experts, with parameters (num_experts, ...), "
@@ -26,6 +26,10 @@ def problems(model: nn.Module) -> list[str]:
             return [f"{type(module).__name__} has tensors that are not stacked by its experts, (num_experts, ...), in the "
                     "module itself; each process must run some of the experts; or take ddp, zero, fsdp or hsdp, which take "
                     "most models"]  # fmt: skip
+        for name, parameter in own.items():  # FSDP shards the second dim, and only evenly
+            if shard > 1 and (parameter.ndim < 2 or parameter.shape[1] % shard):
+                size = f"has the shape {list(parameter.shape)}, and shard={shard} does not divide its second dim"
+                return [f"the experts' {name} {size}; take a divisor, or expert without shard"]
     return []
 
 

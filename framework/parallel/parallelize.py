@@ -80,7 +80,7 @@ def problems(model: nn.Module, *, demands: Demands, **options: Any) -> list[str]
         found += replica.problems(demands=demands, hook=options.get("hook"))
         found += zero.problems(demands=demands) if options.get("zero") else []
     if "expert" in axes:
-        found += experts.problems(model)
+        found += experts.problems(model, shard=options.get("shard", 1))
     if "context" in options:
         found += contexts.problems(model, demands=demands, context=options["context"])
     if "pipeline" in axes:
@@ -111,6 +111,9 @@ def _apart(options: Mapping[str, Any], demands: Demands) -> list[str]:
     for one, other in (("expert", "tensor"), ("expert", "pipeline")):
         if min(options.get(one, 1), options.get(other, 1)) > 1:
             return [f"parallel.{one}: {options[one]}, but it cannot be combined with parallel.{other}={options[other]} (1)"]
+    if "num_devices" in options and given - {"replicate"}:
+        axis = next(axis for axis in MESH_AXES if axis in given - {"replicate"})
+        return [f"parallel.{axis}: {options[axis]}, but a model on several devices of a process can only be replicated (1)"]
     if options.get("zero") and given - {"replicate", "context"}:
         return ["parallel.zero: true, but the optimizer state is divided with the model already (false)"]
     if options.get("cpu_offload") and {"tensor", "pipeline"} & given:
@@ -126,6 +129,7 @@ def exact_options(**options: object) -> dict[str, object]:
 
 def remedies(**options: Any) -> list[dict[str, Any]]:
     """Return options that let some models run which cannot run without them."""
+    whole = [{"sequence": False}] if "tensor" in options and options.get("sequence") is not False else []
     if "shard" in options:
-        return [{"reshard_after_forward": False}]
-    return [{"find_unused_parameters": True}] if "replicate" in options else []
+        return [*whole, {"reshard_after_forward": False}]
+    return [*whole, {"find_unused_parameters": True}] if "replicate" in options else whole

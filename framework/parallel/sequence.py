@@ -12,9 +12,6 @@ from torch.distributed.tensor import parallel as styling
 
 from framework.modules.parts import blocks_of, own_answer
 
-# layers with weights that process each token separately
-TOKENWISE = (nn.LayerNorm, nn.RMSNorm)
-
 
 def sequence_problems(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> list[str]:
     """Return why the tokens of this model's samples cannot be cut between the layers that `styles` names."""
@@ -30,22 +27,12 @@ def sequence_problems(model: nn.Module, styles: dict[str, styling.ParallelStyle]
 
 
 def applies(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> bool:
-    """Return whether the model itself shows that its tokens can be cut, so that the user does not need to set the option.
+    """Return whether the tokens are cut without a word of the user: the model says by `mixers()` where tokens meet.
 
-    The model needs the right layers. Its `mixers()` must list where tokens meet, each in a module that gets all tokens. The
-    other modules with weights in its blocks must be norms.
+    Each mixer must be in a module with layers cut by columns, which gets all tokens. The rehearsal finds other models.
     """
-    answer = own_answer(model, "mixers")
-    if answer is None or own_answer(model, "blocks") is None or sequence_problems(model, styles):
-        return False
-    names = {id(module): name for name, module in model.named_modules()}
-    blocks = tuple(f"{names[id(block)]}." for block in blocks_of(model))
-    plain = [module for name, module in model.named_modules() if name.startswith(blocks) and name not in styles
-             and any(True for _ in nn.Module.parameters(module, recurse=False))]  # fmt: skip
-    whole = tuple(f"{name}." for name, style in with_sequence(model, styles).items() if isinstance(style, GatheredTokens))
-    by_columns = [name for name, style in styles.items() if type(style) is styling.ColwiseParallel]
-    need_all = [name for name in (*by_columns, *(names[id(mixer)] for mixer in answer())) if name.startswith(blocks)]
-    return all(isinstance(layer, TOKENWISE) for layer in plain) and all(name.startswith(whole) for name in need_all)
+    says = all(own_answer(model, name) is not None for name in ("mixers", "blocks"))
+    return says and not sequence_problems(model, styles)
 
 
 @dataclass(eq=False)

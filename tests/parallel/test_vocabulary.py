@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.torch_version import TorchVersion
 
 from framework.distributed.world import World
 from framework.modules.tensors import local
@@ -152,6 +153,12 @@ def test_what_cannot_be_cut_by_rows_is_refused() -> None:
     model.__class__ = type("Half", (GPT,), {"tensor_plan": lambda self: {k: v for k, v in plan.items() if k != "head"}})
     with pytest.raises(ValueError, match="and head, which has the same weight, is not"):
         styles_of(model, num_parts=2)
+
+
+def test_uneven_vocabularies_stay_whole_before_torch_2_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    assert not {"embedding", "head"} & styles_of(gpt(vocab_size=17), num_parts=2).keys()
+    assert {"embedding", "head"} <= styles_of(gpt(vocab_size=18), num_parts=2).keys()
 
 
 # --- whole runs

@@ -160,7 +160,7 @@ class PipelineEngine(Engine):
             loss, more = self._forward.measured(outputs, micro_batch, measure=measure)
             if not micro_batch.is_padding:
                 add(sums, more)
-            return loss.to(self._dtype) * (0.0 if micro_batch.is_padding else scale)
+            return (loss * (0.0 if micro_batch.is_padding else scale)).to(self._dtype)
 
         num_schedules = len(self._schedules)
         schedule = self._schedule_for(micro_batches)
