@@ -139,7 +139,7 @@ def test_a_language_model_s_loss_is_taken_by_it_where_the_vocabulary_is_large(mo
     )
     for classes in (LARGE - 1, LARGE):
         logits, targets = sample(6, classes)
-        total, count = task.loss(logits.view(2, 3, classes), targets.view(2, 3)), task.weight(targets.view(2, 3))
+        total, count = task.loss(logits.view(2, 3, classes), targets.view(2, 3)), task.loss_weight(targets.view(2, 3))
         torch.testing.assert_close(total, by_torch(logits, targets))
         assert count == 4
     assert taken == [LARGE]

@@ -75,7 +75,7 @@ def test_labels_that_torch_ignores_are_in_no_mean(label_smoothing: float) -> Non
     task, labels = Classification(label_smoothing=label_smoothing), torch.tensor([2, -100, 7, -100, 1])
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = means(
-        as_sums({"loss": (task.loss(logits, labels), task.weight(labels)), **task.metrics(logits, labels)}), num_samples=5
+        as_sums({"loss": (task.loss(logits, labels), task.loss_weight(labels)), **task.metrics(logits, labels)}), num_samples=5
     )
     kept = labels != -100
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels, label_smoothing=label_smoothing).item(), rel=1e-12)
@@ -83,7 +83,7 @@ def test_labels_that_torch_ignores_are_in_no_mean(label_smoothing: float) -> Non
     assert found["top5"] == (logits.topk(5).indices == labels[:, None]).any(1)[kept].double().mean()
     shares = F.one_hot(labels.clamp(min=0), 8).double()  # of mixed samples: all of them count
     found = means(
-        as_sums({"loss": (task.loss(logits, shares), task.weight(shares)), **task.metrics(logits, shares)}), num_samples=5
+        as_sums({"loss": (task.loss(logits, shares), task.loss_weight(shares)), **task.metrics(logits, shares)}), num_samples=5
     )
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, shares, label_smoothing=label_smoothing).item(), rel=1e-12)
 
@@ -108,7 +108,7 @@ def test_a_label_for_each_pixel_is_refused() -> None:
 def test_perplexity_and_bits_follow_from_the_loss(bytes_per_token: float | None) -> None:
     task = LanguageModeling(bytes_per_token=bytes_per_token)
     logits_BTV, targets_BT = torch.zeros(3, 5, 16), torch.zeros(3, 5, dtype=torch.long)  # uniform over 16 tokens
-    found = means(as_sums({"loss": (task.loss(logits_BTV, targets_BT), task.weight(targets_BT))}), num_samples=3)
+    found = means(as_sums({"loss": (task.loss(logits_BTV, targets_BT), task.loss_weight(targets_BT))}), num_samples=3)
     expected = {"perplexity": 16.0, "bits_per_token": 4.0} | ({} if bytes_per_token is None else {"bits_per_byte": 1.0})
     assert task.derived(found) == pytest.approx(expected, abs=1e-4)
 
@@ -119,7 +119,9 @@ def test_tokens_whose_target_is_ignored_do_not_count() -> None:
     targets_BT[0, 1:] = -100
     counted = logits_BTV[targets_BT != -100], targets_BT[targets_BT != -100]
     found = means(
-        as_sums({"loss": (task.loss(logits_BTV, targets_BT), task.weight(targets_BT)), **task.metrics(logits_BTV, targets_BT)}),
+        as_sums(
+            {"loss": (task.loss(logits_BTV, targets_BT), task.loss_weight(targets_BT)), **task.metrics(logits_BTV, targets_BT)}
+        ),
         num_samples=2,
     )
     assert found["loss"] == pytest.approx(F.cross_entropy(*counted).item())

@@ -27,6 +27,7 @@ from framework.runs.fetched_run import with_fetched_resume
 from framework.runtime import log, slurm
 from framework.runtime.environment import FOREIGN_LAUNCHER, Environment, SrunTask, variables
 from framework.runtime.exits import Exit, Interrupted
+from framework.runtime.files import open_files
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem, missing_extra
@@ -45,6 +46,7 @@ def start(overrides: list[str]) -> int:
 
 def _start(overrides: list[str]) -> int:
     begin_program()
+    open_files()  # as many as the process may have
     keep_cuda_for_children()
     try:
         is_step = _enter_step(overrides)

@@ -89,9 +89,11 @@ class Forward:
     def measured(self, outputs: Tree, micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the loss and the sums, as a call of this object does, for outputs that already exist."""
         with naming(micro_batch, narrowed=lambda part: self.task.loss(part(outputs), part(micro_batch.targets))):
-            loss, weight = self.task.loss(outputs, micro_batch.targets), getattr(self.task, "weight", None)
+            loss, weight = self.task.loss(outputs, micro_batch.targets), loss_weight_of(self.task)
             if weight is not None and isinstance(loss, tuple):
-                raise TypeError("loss() returns a pair, but weight() gives its weight (return the sum alone; or weight = None)")
+                raise TypeError(
+                    "loss() returns a pair, but loss_weight() its weight (return the sum alone; or loss_weight = None)"
+                )
             both: Any = loss if weight is None else (loss, weight(micro_batch.targets))
             values: dict[str, Value] = {"loss": both}
         if measure and (metrics := getattr(self.task, "metrics", None)) is not None:
@@ -106,7 +108,7 @@ class Forward:
     @property
     def _weight(self) -> Callable[[Any], Any] | None:
         """The weight of a loss, known before the forward, of a task that trains by its loss."""
-        return None if self.trains_by_step else getattr(self.task, "weight", None)
+        return None if self.trains_by_step else loss_weight_of(self.task)
 
     def factor(
         self, micro_batches: Sequence[MicroBatch], *, scale: float, num_samples: int, among_ranks: bool = True
@@ -153,6 +155,12 @@ class Forward:
             return compute()
         with torch.autocast(self.device.type, dtype=self.autocast):
             return compute()
+
+
+def loss_weight_of(task: object) -> Callable[[Any], Any] | None:
+    """Return the task's function from targets to the weight of its loss, if it has one."""
+    found = getattr(task, "loss_weight", None)
+    return found if callable(found) else None
 
 
 def measures(task: object) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
-from framework.engine.forward import Forward
+from framework.engine.forward import Forward, loss_weight_of
 from framework.engine.rows import gather_rows
 from framework.engine.seam import Demands, MicroBatch, Task
 from framework.engine.sums import Value
@@ -64,13 +64,13 @@ class OfSlices:
         self._task, self._slices = task, slices
 
     @property
-    def weight(self) -> Any:
-        """The task's weight of a slice; AttributeError if it has none."""
-        return self._task.weight  # type: ignore[attr-defined]
+    def loss_weight(self) -> Any:
+        """The task's weight of a slice; None if it has none."""
+        return loss_weight_of(self._task)
 
     def loss(self, outputs: Any, targets: Any) -> Value:
         loss = self._task.loss(outputs, targets)
-        return loss if hasattr(self._task, "weight") else self._of_slice(loss)
+        return loss if self.loss_weight is not None else self._of_slice(loss)
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]:
         return {name: self._of_slice(value) for name, value in self._task.metrics(outputs, targets).items()}

@@ -26,8 +26,9 @@ class Activations:
 
     def begun(self, loop: Loop) -> None:
         everything = dict(loop.module.named_modules())
-        # without the model itself, which no rank of a pipeline calls
-        named = {name: part for name, part in everything.items() if name and any(fnmatchcase(name, p) for p in self.modules)}
+        named = {name: part for name, part in everything.items() if any(fnmatchcase(name, p) for p in self.modules)}
+        if "" not in self.modules:  # the model itself, which no rank of a pipeline calls
+            named.pop("", None)
         if not loop.any(bool(named)):
             pattern = self.modules[0] if self.modules else ""
             raise ValueError(f"modules={pattern}: matches no module ({nearest_name(pattern, [*everything])})")

@@ -19,7 +19,7 @@ class Classification:
     def __init__(self, *, label_smoothing: float) -> None:
         self.label_smoothing = label_smoothing
 
-    def weight(self, targets_B: Tensor) -> Tensor:
+    def loss_weight(self, targets_B: Tensor) -> Tensor:
         return self._counts(targets_B).sum()
 
     def loss(self, outputs: Tensor, targets_B: Tensor) -> Tensor:

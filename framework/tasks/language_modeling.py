@@ -28,7 +28,7 @@ class LanguageModeling:
         """Compute the loss with torch.compile from now on. The framework calls this if trainer.compile=true."""
         self._cross_entropy_sum = compiled_cross_entropy_sum
 
-    def weight(self, targets_BT: Tensor) -> Tensor:
+    def loss_weight(self, targets_BT: Tensor) -> Tensor:
         return (targets_BT != IGNORED).sum()
 
     def loss(self, outputs: Tensor, targets_BT: Tensor) -> Tensor:

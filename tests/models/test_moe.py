@@ -58,8 +58,8 @@ def test_its_loss_is_added_by_the_tokens_of_a_sample_in_training_alone() -> None
     tokens, targets = torch.randint(0, 16, (2, 3, 12))
     targets[0, 4:] = IGNORED
     outputs = model(tokens)
-    total, weight = task.loss(outputs, targets)
-    plain, _ = task.loss(outputs["logits"], targets)
+    total, weight = task.loss(outputs, targets), task.loss_weight(targets)
+    plain = task.loss(outputs["logits"], targets)
     expected = 4 * outputs["aux_loss"][0] + 12 * outputs["aux_loss"][1:].sum()
     assert weight == 28 and (outputs["aux_loss"] >= 0.4).all()
     torch.testing.assert_close(total - plain, expected)
