@@ -91,9 +91,7 @@ class Forward:
         with naming(micro_batch, narrowed=lambda part: self.task.loss(part(outputs), part(micro_batch.targets))):
             loss, weight = self.task.loss(outputs, micro_batch.targets), loss_weight_of(self.task)
             if weight is not None and isinstance(loss, tuple):
-                raise TypeError(
-                    "loss() returns a pair, but loss_weight() its weight (return the sum alone; or loss_weight = None)"
-                )
+                raise TypeError("loss() returns a pair, but the task has loss_weight() (return the sum; or loss_weight = None)")
             both: Any = loss if weight is None else (loss, weight(micro_batch.targets))
             values: dict[str, Value] = {"loss": both}
         if measure and (metrics := getattr(self.task, "metrics", None)) is not None:

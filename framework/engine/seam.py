@@ -59,7 +59,7 @@ class Task(Protocol):
 
     A sum is divided by the number of samples. If a value is a pair (sum, weight), the sum is divided by its weight, for
     example by the number of tokens that count. The weights of a step are first added up over the whole global batch. A task
-    with `loss_weight(targets)`, the weight of the loss of a micro-batch, returns the sum of the losses alone: so the factor of a
+    with `loss_weight(targets)`, the weight of a micro-batch's loss, returns the sum of the losses alone: so the factor of a
     step's losses is known before its first forward, and no gradient is multiplied afterwards.
     """
 
