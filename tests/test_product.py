@@ -115,7 +115,10 @@ REFUSED: dict[tuple[str, str], str] = {}
 
 
 @pytest.mark.parametrize(("part", "strategy"), pairs([*PARTS], [*STRATEGIES], diagonal([*PARTS], [*STRATEGIES])))
-def test_a_part_under_a_strategy(part: str, strategy: str, tmp_path: Path) -> None:
+def test_a_part_under_a_strategy(part: str, strategy: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if (part, strategy) == ("sharpness", "parameter-server"):
+        why = "a server's gradients are those before the part has computed them again"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     line, ranks = [*model_for(strategy), *of_parts(part)], STRATEGIES[strategy][0]
     check(line, parallel=under(strategy), ranks=ranks, root=tmp_path, refused=REFUSED.get((part, strategy)))
 
@@ -126,7 +129,10 @@ NEXT = {(one, other) for one, other in zip(PARTS, [*PARTS][1:] + [*PARTS][:1])}
 @pytest.mark.parametrize(("one", "other"), pairs([*PARTS], [*PARTS], NEXT))
 def test_a_part_with_a_part(one: str, other: str, tmp_path: Path) -> None:
     strategy = TWO[[*PARTS].index(one) % 4]
-    check([*GPT, *of_parts(one, other)], parallel=under(strategy), ranks=2, root=tmp_path, refused=REFUSED.get((one, other)))
+    refused = REFUSED.get((one, other))
+    if "text_samples" in (one, other) and strategy == "pipeline":
+        refused = "no process has the outputs of the whole model"
+    check([*GPT, *of_parts(one, other)], parallel=under(strategy), ranks=2, root=tmp_path, refused=refused)
 
 
 REFUSED_WITH_TURNS = {

@@ -36,7 +36,7 @@ PIPELINES = ("pipeline", "ddp+pp")
 ALONE = ("dp", "model-parallel")  # one process
 ALL = [strategy for strategy, *_ in STRATEGIES if strategy not in (*ALONE, *CONTEXTS, *PIPELINES, "pp+fsdp+tp")]
 LISTED = ("functional dropout", "spectral norm", "weight norm")  # an nn.Sequential, or a chain()
-NOT_IN_A_ROW = ["hf resnet", "timm convnext", "timm swin", "torchvision swin", "torchvision densenet", "layer drop", "codebook", "queue",
+NOT_IN_A_ROW = ["torchvision densenet", "layer drop", "codebook", "queue",
                 "frozen part", "moe", "one moe", "unet", "autograd function", "gradient penalty", "hf mixtral", "x-transformers", "lstm",
                 "nn.MultiheadAttention"]  # fmt: skip
 REFUSED = {
