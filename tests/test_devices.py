@@ -250,6 +250,14 @@ def test_nccl_s_words_are_known() -> None:
     assert is_timeout(RuntimeError(late)) and not is_timeout(RuntimeError(lost))
 
 
+def test_errors_that_are_each_other_s_context_are_read_once() -> None:
+    error, other = RuntimeError("raised again"), ValueError("in between")
+    error.__context__, other.__context__ = other, error
+    assert not is_timeout(error)
+    other.__context__ = RuntimeError("Timed out waiting 10ms for recv operation to complete")
+    assert is_timeout(error)
+
+
 def test_a_device_without_room_says_what_needs_less() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB")
     assert headline(error) == ("CUDA out of memory: less memory is needed with a smaller micro_batch_size, "

@@ -97,10 +97,7 @@ def place_of(error: BaseException) -> str:
     if _quotes_another(error):
         places = re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))
     else:
-        causes: list[BaseException] = [error]
-        while (cause := causes[-1].__cause__) is not None and cause not in causes:
-            causes.append(cause)
-        frames = [frame for one in causes for frame in traceback.extract_tb(one.__traceback__)]
+        frames = [frame for one in _chain(error, with_context=False) for frame in traceback.extract_tb(one.__traceback__)]
         places = [(frame.filename, frame.lineno, frame.name) for frame in frames]
     return "{}:{} in {}".format(*next((place for place in reversed(places) if is_own_code(place[0])), places[-1]))
 
@@ -133,13 +130,17 @@ _LOST_PEER = (
 )  # fmt: skip
 
 
-def is_timeout(error: BaseException | None) -> bool:
+def is_timeout(error: BaseException) -> bool:
     """Return whether an error is a time-out of another rank, or follows from one."""
-    while error is not None:
-        if any(text in str(error) for text in _TIMEOUT):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(text in str(one) for one in _chain(error, with_context=True) for text in _TIMEOUT)
+
+
+def _chain(error: BaseException, *, with_context: bool) -> list[BaseException]:
+    """Return an error and the errors that it follows from, each once: an error raised again can be in its own context."""
+    found = [error]
+    while (one := found[-1].__cause__ or (found[-1].__context__ if with_context else None)) is not None and one not in found:
+        found.append(one)
+    return found
 
 
 _TIMEOUT = (

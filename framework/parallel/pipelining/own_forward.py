@@ -10,7 +10,7 @@ tensor of the stage before, such as a connection over several blocks, has no res
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,9 @@ class _Left(BaseException):
 class _Window:
     """The blocks of the running stage, and the tensor that it has received, in the place of the first block's hidden state."""
 
-    start: int
-    stop: int
+    span: range
     received: Tensor | None
+    calls: "Sequence[_Call]"  # of all blocks, for a batch of this shape
 
 
 @dataclass
@@ -62,11 +62,16 @@ class _Call:
             return arguments, named | {self.place: hidden}
         return (*arguments[: self.place], hidden, *arguments[self.place + 1 :]), named
 
-    def returned(self, hidden: Tensor) -> Any:
-        """Return the outputs of a skipped block."""
-        if isinstance(self.outputs, Tensor):
-            return hidden
-        return type(self.outputs)([hidden, *[None] * (len(self.outputs) - 1)])
+    def skipped(self, received: Tensor, *, following: "_Call", is_sent: bool) -> Any:
+        """Return the outputs of this block, if it is skipped: not a number, but what is received if the next block gets it."""
+
+        def instead(output: Tensor) -> Tensor:
+            if is_sent and output is following.hidden:
+                return received
+            number = _no_number(output, device=received.device).clone()
+            return number.to(received.dtype) if number.is_floating_point() else number  # autocast is not in a trace
+
+        return map_tensors(instead, self.outputs)
 
 
 class OwnForward:
@@ -89,14 +94,10 @@ class OwnForward:
             )
         self._calls = _calls(self.blocks, trace)
         self._links = _links_of_tensors(model, self.blocks, trace)
-        self._copy = on_meta(model)[0]
-        self._copied_blocks = [dict(self._copy.named_modules())[name] for name in self._names()]
-        self._shapes: dict[str, list[Any]] = {}
+        self._copy, copies = on_meta(model)
+        self._copied_blocks = [copies[id(block)] for block in self.blocks]
+        self._traced: dict[str, tuple[list[_Call], Any]] = {}  # the calls and the model's outputs, for each shape of a batch
         self._window: _Window | None = None
-
-    def _names(self) -> list[str]:
-        names = {module: name for name, module in self.model.named_modules()}
-        return [names[block] for block in self.blocks]
 
     @property
     def num_links(self) -> int:
@@ -104,19 +105,21 @@ class OwnForward:
 
     def outputs(self, inputs: Tree) -> list[Any]:
         """Return each link's outputs, as meta tensors, for a batch like `inputs`; every link but the last has one tensor."""
+        calls, outputs = self._trace_of(inputs)
+        return [*(called.hidden for called in calls[1:]), outputs]
+
+    def _trace_of(self, inputs: Tree) -> tuple[list[_Call], Any]:
         example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         key = repr(example)
-        if key not in self._shapes:
+        if key not in self._traced:
             trace = follow(self._copy, example)
-            calls = _calls(self._copied_blocks, trace)
-            self._shapes[key] = [*(called.hidden for called in calls[1:]), trace.events[-1].value]
-        return self._shapes[key]
+            self._traced[key] = _calls(self._copied_blocks, trace), trace.events[-1].value
+        return self._traced[key]
 
     def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[torch.dtype]:
         """Return the dtype of each link's hidden state, except the last link's. The inputs must be stand-ins too."""
         copied, copies = copied_with(self._copy, stand_in)
         types: list[torch.dtype] = []
-
         for block, called in zip(self._copied_blocks[1:], self._calls[1:]):
 
             def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], called: _Call = called) -> None:
@@ -146,9 +149,8 @@ class OwnForward:
             tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             for name, tensor in tensors:
                 if not self._links[id(tensor)] & links:
-                    is_weight = isinstance(tensor, nn.Parameter)
                     delattr(module, name)
-                    module.__dict__[name] = _no_number(tensor, device=device) if is_weight else tensor.to(device)
+                    module.__dict__[name] = _no_number(tensor, device=device)
         stages = {}
         for number, span in ((number, spans[number]) for number in own):
             stages[number] = Stage([self.blocks[link] for link in span])
@@ -178,7 +180,7 @@ class OwnForward:
 
     def run(self, stage: Stage, span: range, arguments: tuple[Any, ...], inputs: Tree) -> Any:
         """Run a stage's part of the forward; return the hidden state after it, or the model's output."""
-        self._window = _Window(span.start, span.stop, arguments[0] if span.start else None)
+        self._window = _Window(span, arguments[0] if span.start else None, self._trace_of(inputs)[0])
         own = self.buffers(stage, span)
         others = [buffer for buffer in self.model.buffers() if id(buffer) not in own]  # buffers of this process's other stages
         before = [buffer.clone() for buffer in others]
@@ -193,21 +195,15 @@ class OwnForward:
     def _dispatch(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         called = self._calls[number]
 
-        def leave(hidden: Tensor) -> NoReturn:
-            raise _Left(hidden)
-
         def run(*arguments: Any, **named: Any) -> Any:
-            window = self._window
-            assert window is not None
+            assert self._window is not None
+            span, received, calls = self._window.span, self._window.received, self._window.calls
             given = called.given(arguments, named)
-            if number < window.start:
-                assert window.received is not None
-                is_passed_on = self._calls[number + 1].is_passed_on
-                return called.returned(window.received if is_passed_on else _no_number(given, device=given.device).clone())
-            if number >= window.stop:
-                leave(given)
-            received = window.received if number == window.start else None
-            if received is not None and (called.is_passed_on or not _becomes(given, received)):
+            if number >= span.stop:
+                raise _Left(given)
+            if received is not None and number < span.start:
+                return calls[number].skipped(received, following=calls[number + 1], is_sent=number + 1 == span.start)
+            if received is not None and number == span.start and (called.is_passed_on or not _becomes(given, received)):
                 arguments, named = called.with_hidden(arguments, named, received)
             return forward(*arguments, **named)
 
@@ -216,6 +212,8 @@ class OwnForward:
 
 def _becomes(given: Tensor, received: Tensor) -> bool:
     """Let a tensor become the received one: the forward may use it again, as in x = x + block(x). Return whether it did."""
+    if (given.shape, given.dtype) != (received.shape, received.dtype):
+        return False
     try:
         given.detach_().copy_(received)
     except RuntimeError:  # a view
