@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import OwnForward, chain_for
 from framework.parallel.pipelining.schedules import owners
 from framework.parallel.pipelining.sent import Sent
+from framework.runtime.exits import Unfit
 from models.gpt import GPT
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
 from tests.test_conformance import MODELS, RUN
@@ -54,6 +56,25 @@ def sent_types(model: nn.Module, *, autocast: torch.dtype | None, dtype: Any = N
     spans = [range(i, i + 1) for i in range(count)]
     sent = Sent(chain, spans, forward=forward, plain=torch.float32, dtype=dtype)
     return [value.dtype for value in sent.like(tokens)]
+
+
+@pytest.mark.parametrize("left_out", [{0}, {1}, {2}, {1, 2}])
+def test_a_step_may_leave_out_blocks_but_not_all_after_a_cut(left_out: set[int]) -> None:
+    class LeavesOut(OwnWay):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.stem(tokens)
+            for number, layer in enumerate(self.layers):
+                x = layer(x) if not self.training or number not in left_out else x
+            return self.head(x)
+
+    model, tokens, spans = LeavesOut(), torch.ones(2, 6, dtype=torch.long), [range(1), range(1, 3)]
+    expected, cpu = model(tokens), torch.device("cpu")
+    give_example(model, tokens)
+    chain = chain_for(model)
+    stages = chain.keep_own(spans, own=[0, 1], device=cpu)
+    with pytest.raises(Unfit, match="no block after the place") if left_out == {1, 2} else nullcontext():
+        sent = chain.run(stages[0], spans[0], (), tokens)
+        assert torch.equal(chain.run(stages[1], spans[1], (sent,), tokens), expected)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -20,6 +20,7 @@ from framework.modules.tensors import Tree, call, map_tensors, tensors_in
 from framework.modules.trace import Trace, copied_with, follow, on_meta, traced
 from framework.parallel.first_weights import fill, named_tensors
 from framework.parallel.pipelining.chain import Listed, Stage, costs_of, cut
+from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import copy_all
 
 
@@ -30,9 +31,6 @@ class Uncut(ValueError):
 class _Left(BaseException):
     """The exception that ends a forward after a stage's last block. (Not an Exception, because a model may catch these.)"""
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
 
 @dataclass
 class _Window:
@@ -41,6 +39,7 @@ class _Window:
     span: range
     received: Tensor | None
     calls: "Sequence[_Call]"  # of all blocks, for a batch of this shape
+    is_placed: bool = False  # the received tensor, in the forward
 
 
 @dataclass
@@ -154,8 +153,8 @@ class OwnForward:
         stages = {}
         for number, span in ((number, spans[number]) for number in own):
             stages[number] = Stage([self.blocks[link] for link in span])
-            outside = [tensor for link in {0, self.num_links - 1} & set(span) for tensor in self._tensors(link)]
-            stages[number].rest = nn.ParameterList(tensor for tensor in outside if isinstance(tensor, nn.Parameter))
+            ends = {0, self.num_links - 1} & set(span)
+            stages[number].rest = nn.ParameterList(p for p in nn.Module.parameters(self.model) if self._links[id(p)] & ends)
         for number, block in enumerate(self.blocks):
             block.forward = self._dispatch(number, block.forward)  # type: ignore[method-assign]
         return stages
@@ -170,10 +169,6 @@ class OwnForward:
         """Return the numbers of the links that use each parameter, by the parameter's id."""
         return {id(parameter): self._links[id(parameter)] for parameter in nn.Module.parameters(self.model)}
 
-    def _tensors(self, link: int) -> list[Tensor]:
-        tensors = {id(t): t for t in nn.Module.parameters(self.model)}
-        return [tensor for key, tensor in tensors.items() if link in self._links[key]]
-
     def buffers(self, stage: Stage, span: range) -> set[int]:
         """Return the ids of the buffers of a stage."""
         return {id(buffer) for buffer in self.model.buffers() if self._links[id(buffer)] & set(span)}
@@ -185,12 +180,16 @@ class OwnForward:
         others = [buffer for buffer in self.model.buffers() if id(buffer) not in own]  # buffers of this process's other stages
         before = [buffer.clone() for buffer in others]
         try:
-            return call(self.model, inputs)
+            result: Any = call(self.model, inputs)
         except _Left as left:
-            return left.hidden
+            result = left
         finally:
-            self._window = None
+            window, self._window = self._window, None
             copy_all([buffer.data for buffer in others], before)
+        has_left = isinstance(result, _Left)
+        if has_left != (span.stop < self.num_links) or window.is_placed != (span.start > 0):
+            raise Unfit("model: a step calls no block after the place where the pipeline is cut (parallel=ddp or fsdp)")
+        return result.args[0] if has_left else result
 
     def _dispatch(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         called = self._calls[number]
@@ -198,13 +197,14 @@ class OwnForward:
         def run(*arguments: Any, **named: Any) -> Any:
             assert self._window is not None
             span, received, calls = self._window.span, self._window.received, self._window.calls
-            given = called.given(arguments, named)
             if number >= span.stop:
-                raise _Left(given)
+                raise _Left(called.given(arguments, named))
             if received is not None and number < span.start:
                 return calls[number].skipped(received, following=calls[number + 1], is_sent=number + 1 == span.start)
-            if received is not None and number == span.start and (called.is_passed_on or not _becomes(given, received)):
-                arguments, named = called.with_hidden(arguments, named, received)
+            if received is not None and not self._window.is_placed:  # a forward may leave blocks out
+                self._window.is_placed = True
+                if called.is_passed_on or not _becomes(called.given(arguments, named), received):
+                    arguments, named = called.with_hidden(arguments, named, received)
             return forward(*arguments, **named)
 
         return run
