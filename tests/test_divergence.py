@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from framework.checkpoint.state import Progress
 from framework.config.folders import options
 from framework.data.loader import Loader
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
 from framework.engine.seam import Step
 from framework.modules.tensors import local
@@ -75,9 +75,9 @@ def spoil_losses(condition: Callable[[Any], bool]) -> None:
 
 def infinite_gradient() -> None:
     """At step 11 the last rank's gradient is infinite, and no loss shows it."""
-    original = DataParallelEngine.forward_backward
+    original = Engine.train
 
-    def forward_backward(self: DataParallelEngine, step: Step, *, index: int, **options):  # type: ignore[no-untyped-def]
+    def train(self: Engine, step: Step, *, index: int, **options):  # type: ignore[no-untyped-def]
         if index != 10 or not is_last():
             return original(self, step, index=index, **options)
         parameter = next(p for p in self.module.parameters() if local(p).numel())
@@ -90,7 +90,7 @@ def infinite_gradient() -> None:
             local(parameter.grad).fill_(math.inf)
         return sums
 
-    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+    Engine.train = train  # type: ignore[method-assign]
 
 
 def without_step_11() -> None:

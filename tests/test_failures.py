@@ -14,21 +14,21 @@ import torch
 from framework.checkpoint.manifest import read_state
 from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.runtime.environment import Environment
 from tests.harness import assert_same_bits, command, finished, slow_but
 from tests.test_resume import RUN, STRATEGIES, after_step, preempt
 
 
 def plant_error(rank: int) -> None:
-    original = DataParallelEngine.forward_backward
+    original = Engine.train
 
-    def forward_backward(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+    def train(self, step, *, index, **options):  # type: ignore[no-untyped-def]
         if index == 5 and Environment.read().rank == rank:
             raise LookupError("the planted fault\nwith a second line")
         return original(self, step, index=index, **options)
 
-    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+    Engine.train = train  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp 2", 1), ("ddp 3", 2), ("fsdp 2", 0)])
@@ -38,7 +38,7 @@ def test_an_error_in_a_worker_is_told_in_three_lines(strategy: str, rank: int, t
     assert failed.code == 1
     told = failed.output[failed.output.index("[rank 0] ERROR") :].splitlines()
     assert told[0] == f"[rank 0] ERROR: rank {rank} failed: LookupError: the planted fault"
-    assert told[1].startswith("  at ") and told[1].endswith("in forward_backward")
+    assert told[1].startswith("  at ") and told[1].endswith("in train")
     assert told[2] == f"  the whole log is in {failed.directory / 'train.log'}"
     assert len(told) == 3, failed.output
     assert f"[rank {rank}] ERROR Traceback" in (failed.directory / "train.log").read_text()
@@ -55,14 +55,14 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time(tmp_path: Path) -> 
 
 def plant_abort() -> None:
     """Rank 1 aborts at step 5, as gloo does where the ranks' collectives differ."""
-    original = DataParallelEngine.forward_backward
+    original = Engine.train
 
-    def forward_backward(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+    def train(self, step, *, index, **options):  # type: ignore[no-untyped-def]
         if index == 5 and Environment.read().rank == 1:
             os.abort()
         return original(self, step, index=index, **options)
 
-    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+    Engine.train = train  # type: ignore[method-assign]
 
 
 def test_nor_is_a_library_that_aborts_again(tmp_path: Path) -> None:
@@ -74,15 +74,15 @@ def test_nor_is_a_library_that_aborts_again(tmp_path: Path) -> None:
 
 
 def plant_nan(rank: int, step: int) -> None:
-    original = DataParallelEngine.forward_backward
+    original = Engine.train
 
-    def forward_backward(self, batch, *, index, **options):  # type: ignore[no-untyped-def]
+    def train(self, batch, *, index, **options):  # type: ignore[no-untyped-def]
         if index == step and Environment.read().rank == rank:
             poisoned = [m._replace(inputs=torch.full_like(m.inputs, float("nan"))) for m in batch.micro_batches]
             batch = batch._replace(micro_batches=poisoned)
         return original(self, batch, index=index, **options)
 
-    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+    Engine.train = train  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("log_every", slow_but([50], [1, 50]))

@@ -19,7 +19,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
 from framework.distributed.hang.board import Board, request_stacks
 from framework.distributed.hang.diagnose import frames
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.launch import worker
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
@@ -70,24 +70,24 @@ def sleep() -> None:
 
 
 def in_training(act: Act) -> None:
-    original = DataParallelEngine.forward_backward
+    original = Engine.train
 
-    def forward_backward(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+    def train(self, step, *, index, **options):  # type: ignore[no-untyped-def]
         if index == AT:
             act()
         return original(self, step, index=index, **options)
 
-    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+    Engine.train = train  # type: ignore[method-assign]
 
 
 def in_evaluation(act: Act) -> None:
-    original = DataParallelEngine.forward
+    original = Engine.evaluate
 
-    def forward(self, micro_batch):  # type: ignore[no-untyped-def]
+    def evaluate(self, step):  # type: ignore[no-untyped-def]
         act()
-        return original(self, micro_batch)
+        return original(self, step)
 
-    DataParallelEngine.forward = forward  # type: ignore[method-assign]
+    Engine.evaluate = evaluate  # type: ignore[method-assign]
 
 
 def in_a_save(act: Act) -> None:
@@ -176,7 +176,7 @@ def test_a_rank_that_hangs_in_training_is_named_and_the_same_command_continues(
     strategy: str, rank: int, act: Act, manner: str, whole: Callable[[str], Ended], tmp_path: Path
 ) -> None:
     ended, elapsed_s = hang(strategy, rank, act, in_training, folder=tmp_path)
-    stacks = dict.fromkeys(range(int(strategy[-1])), "forward_backward") | {rank: act.__name__}
+    stacks = dict.fromkeys(range(int(strategy[-1])), "train") | {rank: act.__name__}
     check(ended, elapsed_s, rank=rank, stacks=stacks)
     assert f"rank {rank} hangs: it " in ended.summary["error"] and manner in ended.summary["error"]
     assert f"in step {AT + 1} (training), at {__file__}:" in ended.summary["error"]
@@ -252,16 +252,16 @@ def leave_out() -> bool:
 
 
 def the_gradients(act: Act) -> None:
-    original = DataParallelEngine.forward_backward
+    original = Engine.train
 
-    def forward_backward(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+    def train(self, step, *, index, **options):  # type: ignore[no-untyped-def]
         if index == AT and act():
-            self._set_sync(False)
-            self._set_sync = lambda _: None
+            self.set_sync(False)
+            self.set_sync = lambda _: None
             self.weigh = lambda *_, **__: None  # of another size: gloo's own check would end the processes
         return original(self, step, index=index, **options)
 
-    DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+    Engine.train = train  # type: ignore[method-assign]
 
 
 def the_norm(act: Act) -> None:

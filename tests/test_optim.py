@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from framework.checkpoint.manifest import read_state
 from framework.config.folders import options
 from framework.config.targets import component
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.modules.structure import in_eval_mode
 from framework.optim import schedules
 from framework.optim.optimizers import Muon, Trainable, adamw, hidden_matrices, muon, sgd, trainable
@@ -304,14 +304,14 @@ def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
 
 def test_fp16_that_always_overflows_ends_as_diverged(tmp_path: Path) -> None:
     def break_gradients() -> None:
-        original = DataParallelEngine.forward_backward
+        original = Engine.train
 
-        def forward_backward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        def train(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             sums = original(self, *args, **kwargs)
             self._parameters[0].grad.fill_(math.inf)
             return sums
 
-        DataParallelEngine.forward_backward = forward_backward  # type: ignore[method-assign]
+        Engine.train = train  # type: ignore[method-assign]
 
     plant = scale_from(4.0, growth_interval=5, then=break_gradients)
     failed = command(*FP16, root=tmp_path / "runs", before=plant)

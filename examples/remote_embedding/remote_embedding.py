@@ -13,8 +13,9 @@ from torch.distributed import rpc
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from extras.rpc.rpc import join_rpc, name_of
-from framework.engine.data_parallel import DataParallelEngine
-from framework.engine.sums import add
+from framework.engine.buffers import Buffers
+from framework.engine.engine import Engine
+from framework.engine.forward import WholeModel, counted
 from framework.parallel.replica import sum_gradients
 
 
@@ -61,7 +62,28 @@ def _table() -> Table:
     return _TABLES[0]
 
 
-class RemoteEmbedding(DataParallelEngine):
+class Passes(WholeModel):
+    """Passes with a distributed backward each, which leaves the gradient of the table in the process of rank 0."""
+
+    table: Any  # a remote reference
+    dense: list[nn.Parameter]
+
+    def train(self, micro_batches: Any, step: Any, *, index: int, factor: Any, measure: bool) -> Any:
+        (micro_batch,) = micro_batches
+        self.forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
+        with dist_autograd.context() as context:
+            loss, sums = self.forward(self.model, micro_batch, measure=measure)
+            if not micro_batch.is_padding:  # only the end of a step is collective here
+                dist_autograd.backward(context, [loss * factor])
+                gradients = dist_autograd.get_gradients(context)
+                for parameter in self.dense:
+                    if parameter in gradients:
+                        parameter.grad = gradients[parameter] + (0 if parameter.grad is None else parameter.grad)
+                self.table.rpc_sync().keep(context, micro_batch.number)
+        return counted(sums, micro_batch)
+
+
+class RemoteEmbedding(Engine):
     """An Engine that reads its table in the process of rank 0. Every rank has the other layers."""
 
     def __init__(self, module: nn.Module, *, world: Any, forward: Any, mesh: Any, table: str) -> None:
@@ -72,45 +94,29 @@ class RemoteEmbedding(DataParallelEngine):
         else:
             for name, _ in [*part.named_parameters(recurse=False)]:
                 setattr(part, name, None)
-        self._dense = [p for name, p in module.named_parameters() if not name.startswith(f"{table}.") and p.requires_grad]
+        passes = Passes(forward, module, [Buffers(module)])
+        passes.dense = [p for name, p in module.named_parameters() if not name.startswith(f"{table}.") and p.requires_grad]
         world.agreement.barrier()  # now rank 0 has the table
-        self._table = rpc.remote(name_of(0), _table)
-        part.forward = lambda indices: self._table.rpc_sync().__call__(indices)  # type: ignore[method-assign]
-        world.groups.at_end(leave=self._let_go, abandon=self._let_go)  # RRefs must end before rpc
-        self._world = world
+        passes.table = rpc.remote(name_of(0), _table)
+        part.forward = lambda indices: passes.table.rpc_sync().__call__(indices)  # type: ignore[method-assign]
+        let_go = lambda: setattr(passes, "table", None)  # noqa: E731
+        world.groups.at_end(leave=let_go, abandon=let_go)  # RRefs must end before rpc
+
+        def finish() -> None:
+            sum_gradients(passes.dense)
+            world.agreement.barrier()  # now every gradient of the table has arrived
+            if world.rank == 0:
+                _table().add_up()
+
+        def make_optimizer(build: Any, trained: Any) -> torch.optim.Optimizer:
+            optimizer = build(trained)
+            optimizer.register_step_post_hook(lambda *_: world.agreement.barrier())  # no look-up before rank 0's step
+            return optimizer
+
         super().__init__(
-            module, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size, averaged_over=1,
-            broadcast=world.broadcast,
+            module=module, passes=passes, forward=forward, mesh=mesh, dp_rank=world.rank, dp_size=world.world_size,
+            broadcast=world.broadcast, finish=finish, make_optimizer=make_optimizer,
         )  # fmt: skip
-
-    def _let_go(self) -> None:
-        self._table = None
-
-    def forward_backward(self, step: Any, *, index: int, loss_scale: float, measure: bool) -> Any:
-        factor, sums = self._factor(step, loss_scale, num_samples=step.num_samples), dict[str, Tensor]()
-        for micro_batch in step.micro_batches:
-            if micro_batch.is_padding:  # only the ends are collective here
-                continue
-            self._forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
-            with dist_autograd.context() as context:
-                loss, more = self._forward(self.module, micro_batch, measure=measure)
-                dist_autograd.backward(context, [loss * factor])
-                gradients = dist_autograd.get_gradients(context)
-                for parameter in self._dense:
-                    if parameter in gradients:
-                        parameter.grad = gradients[parameter] + (0 if parameter.grad is None else parameter.grad)
-                self._table.rpc_sync().keep(context, micro_batch.number)
-            add(sums, more)
-        if not sums:  # a short batch has no samples for this rank, but every rank must know the names of the sums
-            with torch.no_grad():
-                _, more = self._forward(self.module, step.micro_batches[0], measure=measure)
-            sums = {name: torch.zeros_like(value) for name, value in more.items()}
-        sum_gradients(self._dense)
-        self._world.agreement.barrier()  # now every gradient of the table has arrived
-        if self.dp_rank == 0:
-            _table().add_up()
-        self._forward.settle(self.module, sums, num_samples=step.num_samples)
-        return sums
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by the norm of rank 0, because only rank 0 has all gradients."""
@@ -119,11 +125,6 @@ class RemoteEmbedding(DataParallelEngine):
         if max_norm is not None:
             clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
-
-    def make_optimizer(self, build: Any, trained: Any) -> torch.optim.Optimizer:
-        optimizer = build(trained)
-        optimizer.register_step_post_hook(lambda *_: self._world.agreement.barrier())  # no look-up before rank 0's step
-        return optimizer
 
 
 def remote_embedding(model: nn.Module, *, world: Any, forward: Any, replicate: int | None, table: str) -> Any:

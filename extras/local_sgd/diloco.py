@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from extras.local_sgd import local_sgd
 from framework.distributed.world import World
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine
+from framework.engine.seam import Demands
 
 exact_options = local_sgd.exact_options
 _KEY = "outer_momentum"  # the key in the optimizer's state of a parameter

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from extras.local_sgd import local_sgd
 from framework.distributed.buckets import buckets_of
 from framework.distributed.world import World
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine
 
 exact_options = local_sgd.exact_options
 problems = local_sgd.problems

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from extras.local_sgd.averaged_states import average_states
 from framework.distributed.buckets import sum_all
 from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine
+from framework.engine.seam import Demands
 from framework.parallel.replica import sum_gradients
 
 
@@ -37,13 +37,12 @@ def replicas(
     """Return the Engine of processes that train alone after the `first` steps, and that `parts` average. Collective."""
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
-    return DataParallelEngine(
-        model,
+    return Engine(
+        module=model,
         forward=forward,
         mesh=mesh,
         dp_rank=world.rank,
         dp_size=world.world_size,
-        averaged_over=1,
         broadcast=world.broadcast,
         meet_in_steps=False,
         finish=partial(sum_gradients, [p for p in nn.Module.parameters(model) if p.requires_grad]),

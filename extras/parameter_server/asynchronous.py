@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from extras.rpc.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
 from framework.engine.seam import Step
 from framework.engine.sums import Sums
@@ -18,7 +18,7 @@ from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 from framework.optim.update import group_values
 
 
-class Hogwild(DataParallelEngine):
+class Hogwild(Engine):
     """An Engine with ranks that never wait for each other's gradients: pull, compute, push, and the server takes a step.
 
     A rank's gradient is the mean over its own samples, at parameters that other ranks may have changed meanwhile. The ranks
@@ -28,7 +28,7 @@ class Hogwild(DataParallelEngine):
 
     def __init__(self, model: nn.Module, *, forward: Forward, mesh: DeviceMesh, world: World) -> None:
         super().__init__(
-            model,
+            module=model,
             forward=forward,
             mesh=mesh,
             dp_rank=world.rank,
@@ -48,10 +48,10 @@ class Hogwild(DataParallelEngine):
         self._pushed: Gradients = []
         join_rpc(world)
 
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+    def train(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._pull()
         self._is_measured, self._num_samples = measure, step.num_own_samples
-        return super().forward_backward(step, index=index, loss_scale=loss_scale, measure=measure)
+        return super().train(step, index=index, loss_scale=loss_scale, measure=measure)
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this rank's own norm. In a measured step and before a checkpoint, return the root mean square of the norms of

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine
+from framework.engine.seam import Demands
 
 
 def parameter_server(
@@ -18,7 +18,7 @@ def parameter_server(
     mesh = world.mesh(replicate=replicate)
     model.to(world.device)
     if world.world_size == 1:
-        return DataParallelEngine(model, forward=forward, mesh=mesh)
+        return Engine(module=model, forward=forward, mesh=mesh)
     # imported here, because a build of torch may have no RPC
     if mode == "async":
         from extras.parameter_server.asynchronous import Hogwild

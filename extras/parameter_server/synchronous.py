@@ -12,12 +12,12 @@ from torch.futures import Future
 
 from extras.rpc.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
 from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
 from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
 
 
-class Synchronous(DataParallelEngine):
+class Synchronous(Engine):
     """An Engine equal to one process: one optimizer step, on rank 0, with the sum of all ranks' gradients.
 
     Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server", in its sequential mode.
@@ -25,12 +25,11 @@ class Synchronous(DataParallelEngine):
 
     def __init__(self, model: nn.Module, *, forward: Forward, mesh: DeviceMesh, world: World) -> None:
         super().__init__(
-            model,
+            module=model,
             forward=forward,
             mesh=mesh,
             dp_rank=world.rank,
             dp_size=world.world_size,
-            averaged_over=1,
             broadcast=world.broadcast,
             finish=lambda: self._side.add_up(self._held),
             warm_up=self._pull,

@@ -13,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.distributed.world import World
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine, MicroBatch, Step
+from framework.engine.seam import Demands, MicroBatch, Step
 from framework.engine.sums import Sums, add, weight_of
 from framework.modules.tensors import Tree
+from framework.optim.optimizers import stand_in
 from framework.parallel import pipeline as flushed
-from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import chain_for
+from framework.parallel.pipelining.passes import Pipeline
 from framework.parallel.pipelining.schedules import Balance
 from framework.parallel.pipelining.sent import SendDtype
 from framework.parallel.pipelining.timetable import Action
@@ -96,7 +98,7 @@ class _UnderWay:
     scale: Tensor  # the factor of the loss, shape (); only the last stage uses it
 
 
-class PipeDream(PipelineEngine):
+class PipeDream(Engine):
     """A pipeline's Engine without a flush: in each step a stage runs the new batch forward and an older batch backward.
 
     Stage s of n runs batch t forward, then batch t - (n - 1 - s) backward with the weights of that batch's forward pass, and
@@ -114,9 +116,13 @@ class PipeDream(PipelineEngine):
     def __init__(
         self, model: nn.Module, *, world: World, forward: Forward, mesh: DeviceMesh, drain_every: int, **options: Any
     ) -> None:
-        super().__init__(model, mesh=mesh, world=world, forward=forward, schedule="1f1b", **options)
-        self.parts = {"drain": self}
-        self._drain_every = drain_every
+        self._pipeline = Pipeline(model, mesh=mesh, world=world, forward=forward, schedule="1f1b", **options)
+        super().__init__(
+            module=model, forward=forward, passes=self._pipeline, mesh=mesh, is_counted=self._pipeline.has_outputs,
+            broadcast=self._pipeline.broadcast, parts={"drain": self},
+            make_optimizer=lambda build, trained: build(trained or stand_in(world.device)),  # all may be frozen
+        )  # fmt: skip
+        self._device, self._drain_every = world.device, drain_every
         self._number, self._last = world.rank, world.world_size - 1
         self._delay = self._last - self._number
         # a separate group: under NCCL, messages of two processes in two directions would wait in one queue
@@ -131,13 +137,16 @@ class PipeDream(PipelineEngine):
                         "and every %d-th step uses all remaining gradients",
                         world.world_size, self._last, drain_every)  # fmt: skip
 
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+    def train(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         self._is_measured = measure
         self._sends = [self._sends[-1], []]
-        sums = self.zeros(step.micro_batches[0], measure=measure)
-        self.begin_step(step, index=index)
+        sums = self._pipeline.zeros(step.micro_batches[0], measure=measure)
+        self._pipeline.begin(step, index=index)
+        for buffers in self._pipeline.buffers:
+            buffers.begin_step(is_alone=[micro_batch.number for micro_batch in step.micro_batches] == [0])
         self._run_forward(step, sums=sums, loss_scale=loss_scale, measure=measure)
-        self.end_step()
+        for buffers in self._pipeline.buffers:
+            buffers.end_step()
         count = num_due(len(self._under_way), delay=self._delay, is_drained=self._is_drained)
         late = [self._run_backward() for _ in range(count)]
         self._num_updates += bool(late)
@@ -165,7 +174,7 @@ class PipeDream(PipelineEngine):
 
     def _run_forward(self, step: Step, *, sums: Sums, loss_scale: float, measure: bool) -> None:
         def loss_of(outputs: Tree, micro_batch: MicroBatch) -> Tensor:
-            loss, more = self._forward.measured(outputs, micro_batch, measure=measure)
+            loss, more = self.forward.measured(outputs, micro_batch, measure=measure)
             add(sums, more)
             return loss
 
@@ -174,12 +183,12 @@ class PipeDream(PipelineEngine):
         for micro_batch in step.micro_batches:
             received = None
             if self._number > 0:
-                kind = self.sent.like(micro_batch.inputs)[self._number - 1]
-                received = torch.empty_like(kind, device=self._world.device)
+                kind = self._pipeline.sent.like(micro_batch.inputs)[self._number - 1]
+                received = torch.empty_like(kind, device=self._device)
                 dist.recv(received, src=self._number - 1)
                 received.requires_grad_()
             given = () if received is None else (received,)
-            made = self.run_stage(self._number, micro_batch, given, loss_of=loss_of)
+            made = self._pipeline.run_stage(self._number, micro_batch, given, loss_of=loss_of)
             passes.append((received, made))
             if self._number < self._last:
                 self._send(made.detach(), to=self._number + 1, group=None)
@@ -205,7 +214,7 @@ class PipeDream(PipelineEngine):
 
     def _connect(self) -> None:
         """Connect the neighbours: gloo's first send waits until the other side receives, which happens one step later."""
-        nothing = torch.zeros(1, device=self._world.device)
+        nothing = torch.zeros(1, device=self._device)
         if self._number > 0:
             dist.send(nothing, dst=self._number - 1, group=self._backward_group)
         if self._number < self._last:
@@ -231,7 +240,7 @@ class PipeDream(PipelineEngine):
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clip by this stage's own norm. In a measured step and before a checkpoint, return the norm over all stages."""
-        norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None]).to(self._world.device)
+        norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None]).to(self._device)
         if max_norm is not None:
             clip_grads_with_norm_(self._parameters, max_norm, norm)
         if max_norm is not None and not self._is_measured:

@@ -27,8 +27,9 @@ from framework.data.order import Order
 from framework.data.shared import load_shared
 from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward, modules_of
-from framework.engine.seam import Engine, Observe, Task
+from framework.engine.seam import Observe, Task
 from framework.modules import structure
 from framework.modules.parts import chain_of, repeated
 from framework.modules.summary import summary
@@ -263,7 +264,7 @@ class Builder:
         self, engine: Engine, trained: list[Trainable], *, total_steps: int, epochs_before: Callable[[int], int]
     ) -> Update:
         config = self.config
-        optimizer = engine.make_optimizer(components.optimizer_builder(config.optimizer), trained)
+        optimizer = engine.optimizer(components.optimizer_builder(config.optimizer), trained)
         settings, changes = config.trainer, list[updates.ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
             changes.append(updates.ClipValues(trained, max_value=settings.clip_grad_value))
@@ -283,7 +284,7 @@ class Builder:
         elif settings.ema_decay is not None:
             share = 1 - settings.ema_decay
             average = AveragedWeights(trained, share=lambda step: share)
-        engine.use_average(average)
+        engine.average = average
         return Update(
             optimizer, seed=config.seed, peak_lr=peak_lr(config.optimizer, optimizer), schedule=found.pop(""), schedules=found,
             loss_scale=self.precision.loss_scale(), changes=changes, average=average, turns=turns_of(config.optimizer),

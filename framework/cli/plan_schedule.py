@@ -6,7 +6,7 @@ from typing import Any
 from framework.build import components
 from framework.build.training import Builder
 from framework.data.order import Order
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.turns import InTurns
@@ -86,7 +86,7 @@ def _update(build: Builder, order: Order, *, total_steps: int) -> Update:
     model = components.shapes_of(build.config.model, seed=build.config.seed)
     freeze_parameters(model, build.config.trainer.freeze)
     hidden = hidden_matrices(model)
-    engine = DataParallelEngine(model, forward=build.forward())
+    engine = Engine(module=model, forward=build.forward())
     trained = trainable(model, hidden=hidden)
     return build.update(engine, trained, total_steps=total_steps, epochs_before=order.epochs_before)
 

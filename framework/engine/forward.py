@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from framework.engine.buffers import Buffers
 from framework.engine.of_samples import naming, require_rows
-from framework.engine.seam import MicroBatch, Observe, Task, says_itself, weigh_gradients
-from framework.engine.sums import Sums, Value, as_sums, loss_in
-from framework.modules.tensors import Tree, call, map_tensors
+from framework.engine.seam import MicroBatch, Observe, Step, Task, says_itself
+from framework.engine.sums import Sums, Value, as_sums, loss_in, weight_of
+from framework.modules.tensors import Tree, by_mesh, call, map_tensors
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
+from framework.runtime.torch_internals import multiply_all
+
+Factor = Tensor | float  # of the losses of a step
 
 
 class Draws(NamedTuple):
@@ -38,7 +42,7 @@ class Forward:
     devices: Sequence[torch.device]  # of the model
     autocast: torch.dtype | None
     example: Tensor | None = None  # the inputs of two samples, without storage; None if their kind is not known
-    observers: list[Observe] = field(default_factory=list)  # as Engine.observers
+    observers: list[Observe] = field(default_factory=list)  # get the outputs of each micro-batch of an evaluation, on one rank
     is_padding: bool = field(default=False, init=False)  # of the current micro-batch; for layers that use other ranks' samples
     draws: Draws = field(default=Draws(()), init=False)  # the random draws of the current micro-batch's units depend on this
 
@@ -110,7 +114,7 @@ class Forward:
 
     def factor(
         self, micro_batches: Sequence[MicroBatch], *, scale: float, num_samples: int, among_ranks: bool = True
-    ) -> Tensor | float:
+    ) -> Factor:
         """Return the factor of a step's losses: `scale`, divided by the weight of the global batch or the number of samples.
 
         `micro_batches` are those of this rank that count. With `among_ranks`, the weights of all ranks are added. Collective.
@@ -153,6 +157,68 @@ class Forward:
             return compute()
         with torch.autocast(self.device.type, dtype=self.autocast):
             return compute()
+
+
+@dataclass(eq=False)
+class WholeModel:
+    """Passes (framework/engine/engine.py) in which each micro-batch runs alone through the whole model."""
+
+    forward: Forward
+    model: Callable[..., Any]  # the wrapper, or the model
+    buffers: Sequence[Buffers]
+
+    def of(self, step: Step) -> Sequence[Sequence[MicroBatch]]:
+        return [[micro_batch] for micro_batch in step.micro_batches]
+
+    def train(self, micro_batches: Sequence[MicroBatch], step: Step, *, index: int, factor: Factor, measure: bool) -> Sums:
+        (micro_batch,) = micro_batches
+        self.forward.seed_draws(step=index, micro_batch=micro_batch.number, turn=step.turn)
+        loss, sums = self.forward(self.model, micro_batch, measure=measure)
+        scaled(loss, factor, micro_batch).backward()
+        for buffers in self.buffers:
+            buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
+        return counted(sums, micro_batch)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], step: Step, *, observe: bool) -> Sums:
+        (micro_batch,) = micro_batches
+        self.forward.seed_draws(step=None, micro_batch=micro_batch.number)
+        outputs = self.forward.outputs(self.model, micro_batch)
+        if observe and not micro_batch.is_padding:
+            return self.forward.evaluated(outputs, micro_batch)
+        return counted(self.forward.measured(outputs, micro_batch, measure=True)[1], micro_batch)
+
+    def outputs(self, inputs: Tree) -> Tree:
+        self.forward.seed_draws(step=None, micro_batch=0)
+        return self.forward.in_precision(lambda: call(self.model, inputs))
+
+
+def scaled(loss: Tensor, factor: Factor, micro_batch: MicroBatch) -> Tensor:
+    """Return a micro-batch's part of the step's loss: for padding it is zero, so that its gradients are."""
+    return loss * (0.0 if micro_batch.is_padding else factor.to(loss) if isinstance(factor, Tensor) else factor)
+
+
+def counted(sums: Sums, micro_batch: MicroBatch) -> Sums:
+    """Return the sums of a micro-batch; for padding, zeros."""
+    return {name: torch.zeros_like(value) for name, value in sums.items()} if micro_batch.is_padding else sums
+
+
+def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool) -> None:
+    """Divide the gradients by the weight of the loss, if it has a weight, instead of the number of samples.
+
+    For a loss with a weight that only `loss` knows. With `among_ranks`, the weight of all ranks (collective); else this rank's
+    own weight. A weight of zero leaves no gradient.
+    """
+    if (weight := sums.get(weight_of("loss"))) is None:
+        return
+    if among_ranks:
+        weight = weight.clone()
+        dist.all_reduce(weight)
+    factor = torch.where(weight > 0, num_samples / weight, 0.0)
+    if factor.device.type != "cpu" or factor != 1.0:  # do not compare a number on a GPU: the comparison would wait for the GPU
+        for gradients in by_mesh(p.grad for p in nn.Module.parameters(module) if p.grad is not None):
+            # CUDA would multiply the gradients one by one by a factor of another dtype
+            for kind in {(gradient.device, gradient.dtype) for gradient in gradients}:
+                multiply_all([g for g in gradients if (g.device, g.dtype) == kind], factor.to(*kind))
 
 
 def loss_weight_of(task: object) -> Callable[[Any], Any] | None:

@@ -1,17 +1,16 @@
 """A task's own step: it may call the model several times, read other samples' tensors and use averaged weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from framework.engine.buffers import Buffers
-from framework.engine.forward import Forward
+from framework.engine.forward import Factor, WholeModel, counted, scaled
 from framework.engine.of_samples import naming, require_rows
 from framework.engine.seam import MicroBatch, Step
-from framework.engine.sums import Sums, Value, as_sums, loss_in
+from framework.engine.sums import Sums, Value, add, as_sums, loss_in
 from framework.modules.tensors import Tree, map_tensors, tensors_in
 from framework.randomness import key
 
@@ -72,43 +71,59 @@ class Result(NamedTuple):
 
 
 @dataclass(eq=False)
-class OwnSteps:
-    """A runner of a task's step on the micro-batches of a rank.
+class OwnSteps(WholeModel):
+    """Passes in which a task's own step runs: for each micro-batch alone, or for all together if its loss reads all rows.
 
     `exchange` joins this rank's rows with the rows of all ranks that have other parts of the global batch.
     """
 
-    forward: Forward
-    model: Call  # the wrapper of `module`, or `module`
     module: nn.Module
-    buffers: Buffers
+    _: KW_ONLY
     exchange: Callable[[Tensor], Tensor]
     averaged: Callable[[Callable[[], Any]], Any]
 
-    def run(self, step: Step, *, index: int | None) -> Iterator[list[Result]]:
-        """Yield the results of the step: for each micro-batch alone, or for all together if its loss reads the rows of all.
+    def __post_init__(self) -> None:
+        self._reads_all = hasattr(self.forward.task, "loss_of_rows")
 
-        Index None: an evaluation.
-        """
-        if hasattr(self.forward.task, "loss_of_rows"):
-            yield self._in_two_phases(step, index)
-            return
-        for micro_batch in step.micro_batches:
-            batch, context = self._given(micro_batch, step, index)
-            yield [self._result(micro_batch, self._step(micro_batch, batch, context))]
-            self._end(micro_batch)  # after its backward pass
+    def of(self, step: Step) -> Sequence[Sequence[MicroBatch]]:
+        return [step.micro_batches] if self._reads_all else super().of(step)
 
-    def _in_two_phases(self, step: Step, index: int | None) -> list[Result]:
+    def train(self, micro_batches: Sequence[MicroBatch], step: Step, *, index: int, factor: Factor, measure: bool) -> Sums:
+        results = self._results(micro_batches, step, index)
+        torch.autograd.backward([scaled(result.loss, factor, result.micro_batch) for result in results])
+        return self._ended(results)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], step: Step, *, observe: bool) -> Sums:
+        return self._ended(self._results(micro_batches, step, None))
+
+    def _ended(self, results: Sequence[Result]) -> Sums:
+        sums = Sums()
+        for result in results:
+            if not self._reads_all:
+                self._end(result.micro_batch)
+            add(sums, counted(result.sums, result.micro_batch))
+        return sums
+
+    def _results(self, micro_batches: Sequence[MicroBatch], step: Step, index: int | None) -> list[Result]:
+        """Run the step. Index None: an evaluation."""
+        if self._reads_all:
+            return self._in_two_phases(micro_batches, step, index)
+        (micro_batch,) = micro_batches
+        batch, context = self._given(micro_batch, step, index)
+        return [self._result(micro_batch, self._step(micro_batch, batch, context))]
+
+    def _in_two_phases(self, micro_batches: Sequence[MicroBatch], step: Step, index: int | None) -> list[Result]:
         """Run `step` for each micro-batch, join the rows that it returns, and then `loss_of_rows` for each. Collective."""
-        tensors, values, halves = self.buffers.tensors, self.buffers.values(), list[tuple[Any, ...]]()
-        for micro_batch in step.micro_batches:
+        (buffers,) = self.buffers
+        tensors, values, halves = buffers.tensors, buffers.values(), list[tuple[Any, ...]]()
+        for micro_batch in micro_batches:
             batch, context = self._given(micro_batch, step, index)
-            halves.append((micro_batch, batch, context, self._step(micro_batch, batch, context), self.buffers.values()))
-            if len(step.micro_batches) > 1:
-                self.buffers.set(values, onto=tensors)
+            halves.append((micro_batch, batch, context, self._step(micro_batch, batch, context), buffers.values()))
+            if len(micro_batches) > 1:
+                buffers.set(values, onto=tensors)
         everyone, results = self._joined([(micro_batch, own) for micro_batch, _, _, own, _ in halves]), list[Result]()
         for micro_batch, batch, context, own, after in halves:
-            self.buffers.set(after)
+            buffers.set(after)
             self._begin(micro_batch, step, index, "rows")
             with naming(micro_batch):
                 value = self.forward.task.loss_of_rows(own, everyone, batch, context)  # type: ignore[attr-defined]
@@ -123,7 +138,7 @@ class OwnSteps:
         return map_tensors(lambda _: next(joined), halves[0][1])
 
     def _end(self, micro_batch: MicroBatch) -> None:
-        self.buffers.end_forward(None if micro_batch.is_padding else micro_batch.number)
+        self.buffers[0].end_forward(None if micro_batch.is_padding else micro_batch.number)
 
     def _begin(self, micro_batch: MicroBatch, step: Step, index: int | None, *phase: str) -> None:
         self.forward.is_padding = micro_batch.is_padding

@@ -1,24 +1,14 @@
-"""The interface between the loop and the strategies: an Engine turns micro-batches into gradients, on any layout of ranks."""
+"""What the loop, the tasks and the strategies give each other: micro-batches, steps, sums, and what a run demands."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from framework.engine.sums import Sums, Value, add, weight_of
-from framework.modules.tensors import Tree, by_mesh, map_tensors
-from framework.optim.optimizers import BuildOptimizer, Trainable
-from framework.optim.update import Average
-from framework.runtime.exits import Unfit
-from framework.runtime.torch_internals import multiply_all
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from framework.engine.sums import Value
+from framework.modules.tensors import Tree, map_tensors
 
 
 class MicroBatch(NamedTuple):
@@ -100,100 +90,3 @@ class Demands:
 
 
 Observe = Callable[[Tree, MicroBatch], None]
-
-
-class Engine(ABC):
-    """A model under a strategy. All methods are collective: every rank calls them, in the same order.
-
-    `module` holds this rank's parameters (plain tensors or DTensor shards) under the model's own names. `task` is the task if
-    it is a module: its buffers are state, like the model's buffers. The methods with a body here are right for every engine
-    that does not measure, and with ranks that do not train separately.
-    """
-
-    module: nn.Module
-    task: nn.Module | None
-    mesh: "DeviceMesh | None"
-    dp_rank: int
-    dp_size: int
-    observers: list[Observe]  # called with the outputs of each micro-batch of an evaluation that counts, on one of its ranks
-    parts: Mapping[str, Any] = {}  # the strategy's own parts of the loop, which are called after the user's
-
-    @abstractmethod
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        """Put into `.grad` the gradient of the global batch's mean loss, times `loss_scale`.
-
-        The mean is the sum divided by the number of samples, or by the weight if the loss has a weight. `index` is the number
-        of the step. Return this rank's sums over its samples: the loss, and with `measure` the task's metrics.
-        """
-
-    @abstractmethod
-    def forward(self, micro_batch: MicroBatch) -> Sums:
-        """Evaluate: return the same sums, without gradients; all are zero for padding."""
-
-    def evaluate(self, step: Step) -> Sums:
-        """Evaluate this rank's part of a batch: return the sums over this part."""
-        sums: Sums = {}
-        for micro_batch in step.micro_batches:
-            add(sums, self.forward(micro_batch))
-        return sums
-
-    @property
-    @abstractmethod
-    def is_padding(self) -> bool:
-        """Whether the current micro-batch has weight zero: a repetition that lets every rank run the same collectives."""
-
-    @abstractmethod
-    def outputs(self, inputs: Tree) -> Tree:
-        """Return the model's outputs for inputs that are the same on every rank, without gradients.
-
-        Unfit if no rank has the outputs of the whole model.
-        """
-
-    @abstractmethod
-    def use_average(self, average: Average | None) -> None:
-        """Let a task's own step also call the model with these weights."""
-
-    @property
-    @abstractmethod
-    def trail(self) -> int:
-        """A number below 2^52 for what this rank has run, if all ranks must run the same. The loop compares the numbers."""
-
-    @abstractmethod
-    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before scaling, shape ()."""
-
-    def warm_up(self, step: Step) -> None:
-        """Do once, before the first step, the work that must not happen in the step. It must not change the model."""
-        return
-
-    @abstractmethod
-    def sync_buffers(self) -> None:
-        """Give every rank the buffers (running statistics) that followed micro-batch 0."""
-
-    @abstractmethod
-    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        """Build the optimizer of the parameters that this rank updates. `trained` are the parameters in `module`."""
-
-
-def no_whole_outputs() -> Unfit:
-    """Return the error of an engine whose ranks each have a part of the outputs."""
-    return Unfit("parallel: no process has the outputs of the whole model, which a part of the run needs (ddp or fsdp)")
-
-
-def weigh_gradients(module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool) -> None:
-    """Divide the gradients by the weight of the loss, if it has a weight, instead of the number of samples.
-
-    For a loss with a weight that only `loss` knows. With `among_ranks`, the weight of all ranks (collective); else this rank's
-    own weight. A weight of zero leaves no gradient.
-    """
-    if (weight := sums.get(weight_of("loss"))) is None:
-        return
-    if among_ranks:
-        weight = weight.clone()
-        dist.all_reduce(weight)
-    factor = torch.where(weight > 0, num_samples / weight, 0.0)
-    if factor.device.type != "cpu" or factor != 1.0:  # do not compare a number on a GPU: the comparison would wait for the GPU
-        for gradients in by_mesh(p.grad for p in nn.Module.parameters(module) if p.grad is not None):
-            # CUDA would multiply the gradients one by one by a factor of another dtype
-            for kind in {(gradient.device, gradient.dtype) for gradient in gradients}:
-                multiply_all([g for g in gradients if (g.device, g.dtype) == kind], factor.to(*kind))

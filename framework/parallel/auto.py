@@ -5,8 +5,9 @@ from torch import nn
 from typing_extensions import Unpack
 
 from framework.distributed.world import World
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine
+from framework.engine.seam import Demands
 from framework.parallel import zero
 from framework.parallel.parallelize import parallelize
 from framework.parallel.replica import ReplicaOptions

@@ -1,16 +1,15 @@
 """Bitwise invariance: gradients with bits that do not depend on the number of processes."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine, RunPass
 from framework.engine.forward import Forward
-from framework.engine.seam import Step
+from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums
 from framework.modules.tensors import moved
 from framework.optim.optimizers import MakeOptimizer
@@ -76,82 +75,70 @@ class TreeSum:
 
 def invariant(
     model: nn.Module, *, world: World, forward: Forward, micro_batch_size: int, make_optimizer: MakeOptimizer | None = None
-) -> "InvariantEngine":
+) -> Engine:
     """Return the Engine of a model that every rank of the world holds whole. Collective."""
     model.to(world.device)
     if world.device.type == "cpu":
         torch.set_num_threads(1)  # another number of threads changes the bits of a matrix product
-    return InvariantEngine(
-        model,
-        micro_batch_size=micro_batch_size,
+    return Engine(
+        module=model,
         forward=forward,
         mesh=world.mesh(replicate=None) if world.world_size > 1 else None,
         dp_rank=world.rank,
-        averaged_over=1,
         dp_size=world.world_size,
         broadcast=world.broadcast,
         make_optimizer=make_optimizer,
+        accumulate=TreeAccumulation(model, micro_batch_size=micro_batch_size, rank=world.rank, num_ranks=world.world_size),
+        no_gather="invariance: bitwise, which runs each micro-batch alone",
     )
 
 
-class InvariantEngine(DataParallelEngine):
-    """An Engine that sums the gradients of the global batch's micro-batches along one binary tree, whichever ranks ran them.
+class TreeAccumulation:
+    """Sums the gradients of the global batch's micro-batches along one binary tree, whichever ranks ran them.
 
     Source: Li et al. 2023, "EasyScale: elastic training with consistent accuracy", which calls them logical workers.
     """
 
-    def __init__(self, module: nn.Module, *, micro_batch_size: int, **how: Any) -> None:
-        super().__init__(module, **how)
-        self._micro_batch_size = micro_batch_size
-        self.no_gather = "invariance: bitwise, which runs each micro-batch alone"
+    def __init__(self, module: nn.Module, *, micro_batch_size: int, rank: int, num_ranks: int) -> None:
+        self._parameters = [p for p in nn.Module.parameters(module) if p.requires_grad]
+        self._micro_batch_size, self._rank, self._num_ranks = micro_batch_size, rank, num_ranks
 
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        gradients, others = self._tree(step), self._tree(step)
-        names: list[str] = []
-        self.buffers.begin_step(is_alone=False)
-        factor = self._factor(step, loss_scale, num_samples=step.num_samples)
+    def __call__(self, step: Step, passes: Sequence[Sequence[MicroBatch]], run: RunPass) -> Sums:
+        """RunPass the passes, in a training step or an evaluation. Return the sums on rank 0, and zeros on the other ranks: the
+        loop adds them up. Collective.
+        """
+        is_training, gradients, others = torch.is_grad_enabled(), self._tree(step), self._tree(step)
         for micro_batch in step.micro_batches:
-            for parameter in self._parameters:
+            for parameter in self._parameters if is_training else ():
                 parameter.grad = None
             # clone: a part of a batch can start at any address, and the address changes which kernels run
-            alone = step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)])
-            sums = self.run_micro_batches(alone, index=index, factor=factor, measure=measure)
-            names = list(sums)
+            sums = run([micro_batch.mapped(Tensor.clone)], True)
+            values = torch.cat([torch.stack([*sums.values()]).double(), self._has_gradient()])
+            gradient = self._flat_gradient() if is_training else values
             if not micro_batch.is_padding:
-                gradients.add(micro_batch.number, self._flat_gradient())
-                others.add(micro_batch.number, self._flat_others(sums))
-        self.buffers.end_step()
-        like = self._flat_gradient(), self._flat_others(sums)
-        gradient, values = gradients.total(like[0]), others.total(like[1])
-        used = values[len(names) :].tolist()
-        parts = gradient.split([p.numel() for p in self._parameters])
-        for parameter, part, count in zip(self._parameters, parts, used):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None
-        # the sums on rank 0, and zeros on the other ranks: the loop adds them up
-        sums = {name: value * (self.dp_rank == 0) for name, value in zip(names, values)}
-        self._forward.settle(self.module, sums, num_samples=step.num_samples)
-        return sums
+                leaf = micro_batch.start // self._micro_batch_size
+                others.add(leaf, values)
+                if is_training:
+                    gradients.add(leaf, gradient)
+        values = others.total(values)
+        if is_training:
+            self._set_gradients(gradients.total(gradient), values[len(sums) :].tolist())
+        return {name: value * (self._rank == 0) for name, value in zip(sums, values)}
 
     def _tree(self, step: Step) -> TreeSum:
         # the number of each rank's first micro-batch, and the count: framework.data.order.parts distributes them in this way
         count = -(-step.num_samples // self._micro_batch_size)
-        return TreeSum([-(-rank * count // self.dp_size) for rank in range(self.dp_size + 1)], rank=self.dp_rank)
+        return TreeSum([-(-rank * count // self._num_ranks) for rank in range(self._num_ranks + 1)], rank=self._rank)
 
     def _flat_gradient(self) -> Tensor:
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._parameters])
 
-    def _flat_others(self, sums: Sums) -> Tensor:
-        """Return the sums, and for each parameter whether it has a gradient."""
+    def _has_gradient(self) -> Tensor:
+        """Return for each parameter whether it has a gradient."""
         used = [p.grad is not None for p in self._parameters]
-        flags = moved(torch.tensor(used, dtype=torch.double), self._parameters[0].device)
-        return torch.cat([torch.stack([*sums.values()]).double(), flags])
+        return moved(torch.tensor(used, dtype=torch.double), self._parameters[0].device)
 
-    def evaluate(self, step: Step) -> Sums:
-        """Evaluate. The sums are added along the tree too; rank 0 has them, and the other ranks have zeros."""
-        tree = self._tree(step)
-        for micro_batch in step.micro_batches:
-            sums = super().evaluate(step._replace(micro_batches=[micro_batch.mapped(Tensor.clone)]))
-            values = torch.stack([value.double() for value in sums.values()])
-            if not micro_batch.is_padding:
-                tree.add(micro_batch.start // self._micro_batch_size, values.clone())
-        return {name: value * (self.dp_rank == 0) for name, value in zip(sums, tree.total(values))}
+    def _set_gradients(self, total: Tensor, counts: Sequence[float]) -> None:
+        parts = total.split([p.numel() for p in self._parameters])
+        for parameter, part, count in zip(self._parameters, parts, counts):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None

@@ -10,17 +10,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, MicroBatch
+from framework.engine.seam import MicroBatch
 from framework.modules.parts import blocks_of, description, experts_of
+from framework.optim.optimizers import stand_in
 from framework.parallel import context as contexts
 from framework.parallel import expert as experts
 from framework.parallel import pipeline as pipelines
 from framework.parallel import replica, shard, tensor, zero
 from framework.parallel.dealing import dealing
 from framework.parallel.first_weights import fill
-from framework.parallel.pipelining.engine import PipelineEngine
+from framework.parallel.pipelining.passes import Pipeline
 from framework.parallel.pipelining.schedules import Balance, ScheduleName
 from framework.parallel.pipelining.sent import SendDtype
 from framework.parallel.trail import Trail
@@ -107,20 +108,15 @@ class Layout:
             group, attention = self.mesh.get_group("context"), self.options.get("attention")
             self.slice = contexts.cut_tokens(self.model, forward=self.forward, group=group, attention=attention).of
 
-    def _plain(self, **how: Any) -> DataParallelEngine:
+    def _engine(self, **how: Any) -> Engine:
+        common = {"dp_rank": self.dp_rank, "dp_size": self.dp_size, "is_counted": self.is_counted, "slice": self.slice}
+        return Engine(module=self.model, forward=self.forward, mesh=self.mesh, **common | how)
+
+    def _plain(self, **how: Any) -> Engine:
         """Return the Engine of a model that each rank calls as it is."""
         owners = zero.owned(self.world) if self.options.get("zero") else dealing(self.world)
-        return DataParallelEngine(
-            self.model,
-            forward=self.forward,
-            mesh=self.mesh,
-            dp_rank=self.dp_rank,
-            dp_size=self.dp_size,
-            is_counted=self.is_counted,
-            broadcast=self.world.broadcast,
-            data_group=group_over(self.mesh, *DATA_AXES),
-            slice=self.slice,
-            **{"averaged_over": 1, "make_optimizer": owners, **how},
+        return self._engine(
+            broadcast=self.world.broadcast, data_group=group_over(self.mesh, *DATA_AXES), make_optimizer=owners, **how
         )
 
     def _sums(self) -> Callable[[], None]:
@@ -204,20 +200,25 @@ class Layout:
             mesh=self._shard_mesh("context") if "shard" in self.axes else None, options=self.sharding,
         )  # fmt: skip
         summed = () if "shard" in self.axes else ("replicate", "context")
-        return PipelineEngine(
+        passes = Pipeline(
             self.model,
             mesh=self.mesh,
             world=self.world,
             forward=self.forward,
-            dp_rank=self.dp_rank,
-            dp_size=self.dp_size,
-            is_counted=self.is_counted,
             schedule=self.options.get("schedule", "1f1b"),
             send_dtype=self.options.get("send_dtype"),
             cut_stage=cut if styles or "shard" in self.axes else None,
             same_stages=group_over(self.mesh, "replicate", "shard", "context"),
             summed_over=group_over(self.mesh, *summed),
-            slice=self.slice,
+        )
+        return self._engine(
+            passes=passes,
+            is_counted=self.is_counted and passes.has_outputs,
+            broadcast=passes.broadcast,
+            finish=passes.sum_gradients,
+            norm_over=passes.group,
+            uncounted=passes.uncounted,
+            make_optimizer=lambda build, trained: build(trained or stand_in(self.world.device)),  # all may be frozen
         )
 
 

@@ -8,9 +8,9 @@ from typing_extensions import Unpack
 
 from framework.distributed.mesh import MESH_AXES
 from framework.distributed.world import World
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Demands, Engine
+from framework.engine.seam import Demands
 from framework.parallel import context as contexts
 from framework.parallel import expert as experts
 from framework.parallel import pipeline as pipelines
@@ -63,7 +63,7 @@ def parallelize(
     elif not degrees:
         model.to(world.device)
     if not degrees:
-        return DataParallelEngine(model, forward=forward)
+        return Engine(module=model, forward=forward)
     return Layout(model, world=world, forward=forward, mesh=world.mesh(**degrees), options=options).engine()
 
 

@@ -22,7 +22,8 @@ from framework.config.code import own_modules
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
 from framework.data.source import Source
-from framework.engine.seam import Engine, Step
+from framework.engine.engine import Engine
+from framework.engine.seam import Step
 from framework.engine.sums import Sums, means, with_loss_of_turn
 from framework.modules.aside import kept_aside, kept_by_modules
 from framework.modules.structure import freeze_parameters, in_eval_mode
@@ -139,7 +140,7 @@ class Player:
         for parameter in self.module.parameters():
             parameter.grad = None
         step = self._step._replace(turn=turn.name if turn is not None else "")
-        sums = self.engine.forward_backward(step, index=index, loss_scale=1.0, measure=True)
+        sums = self.engine.train(step, index=index, loss_scale=1.0, measure=True)
         self._computed = {parameter for parameter in self.module.parameters() if parameter.grad is not None}
         self.update.keep(turn)
         return sums if turn is None else with_loss_of_turn(sums, turn.name)

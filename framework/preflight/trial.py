@@ -96,7 +96,7 @@ class Trial:
         what = f"it does not take a micro-batch of {size} sample{'s' * (size != 1)}, the run's smallest"
         with blamed("model", what, cure):
             step = Step(0, size, self.samples.cut(size)[:1])
-            Player(self.build.altered()).engine.forward_backward(step, index=0, loss_scale=1.0, measure=True)
+            Player(self.build.altered()).engine.train(step, index=0, loss_scale=1.0, measure=True)
 
     def _require_drawn(self, module: nn.Module, drawn: dict[str, Sketch]) -> None:
         """Refuse a model that is different each time it is built."""
@@ -129,7 +129,7 @@ class Trial:
             cure += (f"; or trainer.activation_checkpointing=false: with {recomputed}, blocks that write in place into "
                      "saved tensors fail")  # fmt: skip
         with blamed("model", fails, cure), player.untouched():
-            player.engine.forward_backward(step, index=0, loss_scale=1.0, measure=False)
+            player.engine.train(step, index=0, loss_scale=1.0, measure=False)
         made = sorted({name for name, _ in (*module.named_parameters(), *module.named_buffers())} - names)
         if made:
             raise Refused("model", f"its first forward makes a parameter or buffer ({made[0]})", "make it in the constructor")

@@ -15,7 +15,8 @@ from framework.build.training import Builder
 from framework.checkpoint.canonical import model_tensors, state_tensors
 from framework.checkpoint.plain_state import plain_state_of, require_same_parts
 from framework.data.source import Source
-from framework.engine.seam import Engine, Step
+from framework.engine.engine import Engine
+from framework.engine.seam import Step
 from framework.modules.tensors import first_tensor, whole
 from framework.preflight.differences import real
 from framework.preflight.findings import Finding, Refused, blamed
@@ -113,7 +114,7 @@ def two_steps(build: Builder, source: Source, seen: Seen) -> None:
     for index, step in _steps(build, source, engine, first=seen.first, count=2):
         is_first = index == seen.first
         if is_first:
-            engine.warm_up(step)
+            engine.warm_up()
         with _outputs(engine.module, seen.outputs if is_first and engine.dp_rank == 0 else {}):
             sums = player.forward_backward(step, index=index)
         seen.sums.append({name: float(value) for name, value in sums.items()})
@@ -171,13 +172,13 @@ def restored_step(build: Builder, source: Source, seen: Seen) -> None:
     """
     player, again = Player(build), Player(build.altered())
     (index, step), (following, second) = _steps(build, source, player.engine, first=seen.first, count=2)
-    player.engine.warm_up(step)
+    player.engine.warm_up()
     player.forward_backward(step, index=index)
     player.take(index)
     if not player.parts.can_save(is_ending=False):
         return
     player.engine.sync_buffers()
-    again.engine.warm_up(second)
+    again.engine.warm_up()
     again.restore(*player.state())
     for one in (player, again):
         one.forward_backward(second, index=following)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from framework.distributed.world import World
-from framework.engine.seam import Engine, Step
+from framework.engine.engine import Engine
+from framework.engine.seam import Step
 from framework.engine.sums import Sums, add
 from framework.modules import structure
 

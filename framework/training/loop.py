@@ -13,7 +13,8 @@ from framework.data.loader import Splits
 from framework.data.source import Dataset
 from framework.distributed.world import World
 from framework.engine.buffers import Buffers
-from framework.engine.seam import Engine, Step, Task
+from framework.engine.engine import Engine
+from framework.engine.seam import Step, Task
 from framework.engine.sums import Sums, means, weight_of
 from framework.modules.tensors import Tree, gradient_of, map_tensors, whole
 from framework.optim.update import AveragedWeights, Update
@@ -74,7 +75,7 @@ class Loop:
     @property
     def is_padding(self) -> bool:
         """Whether the current micro-batch does not count, because it repeats a micro-batch as padding."""
-        return self.engine.is_padding
+        return self.engine.forward.is_padding
 
     @property
     def device(self) -> torch.device:
@@ -136,7 +137,7 @@ class Loop:
         for parameter in self.trained().values():
             parameter.grad = None
         step, update = self._under_way, self._update
-        sums = self.engine.forward_backward(step, index=self.step, loss_scale=update.loss_scale.value, measure=False)
+        sums = self.engine.train(step, index=self.step, loss_scale=update.loss_scale.value, measure=False)
         finish_gradients(sums, step=step, engine=self.engine, update=update)
         self._buffers.set(before)
         call_earlier()

@@ -17,7 +17,8 @@ from framework.checkpoint.training_state import TrainingState
 from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World
-from framework.engine.seam import Engine, Step
+from framework.engine.engine import Engine
+from framework.engine.seam import Step
 from framework.engine.sums import Sums, means, over_turns, weight_of, with_loss_of_turn
 from framework.modules.structure import names_of_trained
 from framework.optim.turns import Turn
@@ -115,7 +116,7 @@ class Trainer:
         self.speed.enter("start")
         steps = self.splits.loader("train").train(self.progress.samples_seen)
         step = next(steps)
-        self.engine.warm_up(step)
+        self.engine.warm_up()
         self.speed.begin(step=self.progress.step, samples_seen=self.progress.samples_seen)
         return step, steps
 
@@ -165,7 +166,7 @@ class Trainer:
         self.speed.enter("forward_backward")
         for parameter in self.parameters:
             parameter.grad = None
-        sums = self.engine.forward_backward(step, index=progress.step, loss_scale=scale.value, measure=measure)
+        sums = self.engine.train(step, index=progress.step, loss_scale=scale.value, measure=measure)
         self.speed.enter("optimizer")
         finish_gradients(sums, step=step, engine=self.engine, update=self.update)
         self.parts.gradients_ready(sums, step)
@@ -205,7 +206,7 @@ class Trainer:
         """
         size, step, watch = self.world.world_size, self.progress.step, self.loss_watch
         own = torch.zeros(2 * size + 1, dtype=torch.float64)
-        own[self.world.rank], own[size + self.world.rank] = peak_memory_gib(self.world.devices), self.engine.trail
+        own[self.world.rank], own[size + self.world.rank] = peak_memory_gib(self.world.devices), self.engine.trail()
         own[-1] = self.speed.step_s(step=step)
         once = torch.zeros_like(watch) if norm is None or self.world.rank else norm
         found = totals(sums | {":watch": watch, ":norm": once, ":own": own}, world=self.world)

@@ -4,22 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.test_engine import gradients, linear, step
 from torch import nn
 
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
 from framework.optim.optimizers import Trainable
 from framework.optim.update import AveragedWeights
-from tests.engine.test_data_parallel import gradients, linear, step
 
 
-def engine_of(task: Any, module: nn.Module) -> DataParallelEngine:
-    return DataParallelEngine(module, forward=Forward(task, seed=0, devices=[torch.device("cpu")], autocast=None))
+def engine_of(task: Any, module: nn.Module) -> Engine:
+    return Engine(module=module, forward=Forward(task, seed=0, devices=[torch.device("cpu")], autocast=None))
 
 
 def run(task: Any, *bounds: int) -> nn.Module:
     module = linear().float()
-    engine_of(task, module).forward_backward(step(*bounds), index=0, loss_scale=1.0, measure=False)
+    engine_of(task, module).train(step(*bounds), index=0, loss_scale=1.0, measure=False)
     return module
 
 
@@ -44,7 +44,7 @@ def test_a_step_calls_the_model_with_what_it_gives(given: Any) -> None:
             return call(given) + call.method(given, named=given)
 
     module = Notes()
-    engine_of(Gives(), module).forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
+    engine_of(Gives(), module).train(step(0, 7), index=0, loss_scale=1.0, measure=False)
     assert module.got == [((given,), {}), ((given,), {"named": given})]
 
 
@@ -56,7 +56,7 @@ def test_a_step_does_not_read_weights_that_a_strategy_may_have_cut(read: Any) ->
             return call(batch.inputs).sum() + read(call)
 
     with pytest.raises(AttributeError, match=r"call.(weight|parameters): .* .a method of the model can"):
-        engine_of(Reads(), linear()).forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
+        engine_of(Reads(), linear()).train(step(0, 7), index=0, loss_scale=1.0, measure=False)
 
 
 class Rows:
@@ -80,7 +80,7 @@ def test_rows_of_padding_are_not_among_those_of_all() -> None:
     whole, padding = step(0, 4, 7).micro_batches
     padded = step(0, 4)._replace(micro_batches=[whole, padding._replace(is_padding=True)])
     module = linear().float()
-    engine_of(Rows(), module).forward_backward(padded, index=0, loss_scale=1.0, measure=False)
+    engine_of(Rows(), module).train(padded, index=0, loss_scale=1.0, measure=False)
     torch.testing.assert_close(gradients(module), gradients(run(Rows(), 0, 4)))
 
 
@@ -96,9 +96,9 @@ def test_an_error_of_the_averaged_weights_leaves_those_of_training() -> None:
     engine, weights = engine_of(Fails(), module), module.weight.detach().clone()
     average = AveragedWeights([Trainable("weight", module.weight, False, True)], share=lambda step: 1.0)
     average.tensors["weight"].zero_()
-    engine.use_average(average)
+    engine.average = average
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        engine.forward_backward(step(0, 7), index=0, loss_scale=1.0, measure=False)
+        engine.train(step(0, 7), index=0, loss_scale=1.0, measure=False)
     assert torch.equal(module.weight, weights)
 
 
@@ -110,5 +110,5 @@ def test_a_loss_of_16_bits_is_added_in_32() -> None:
             return call(batch.inputs.float()).sum().bfloat16() * 0 + (256.0 if context.start == 0 else 1.0)
 
     engine = engine_of(InHalf(), linear().float())
-    sums = engine.forward_backward(step(0, 3, 7), index=0, loss_scale=1.0, measure=False)
+    sums = engine.train(step(0, 3, 7), index=0, loss_scale=1.0, measure=False)
     assert float(sums["loss"]) == 257.0

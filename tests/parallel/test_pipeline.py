@@ -15,8 +15,8 @@ from torch.distributed import pipelining
 from framework.engine.forward import Forward
 from framework.modules.parts import chain_of
 from framework.modules.trace import give_example
-from framework.parallel.pipelining.engine import PipelineEngine
 from framework.parallel.pipelining.own_forward import OwnForward, chain_for
+from framework.parallel.pipelining.passes import Pipeline
 from framework.parallel.pipelining.schedules import owners
 from framework.parallel.pipelining.sent import Sent
 from framework.runtime.exits import Unfit
@@ -161,14 +161,14 @@ def test_the_loss_has_the_type_of_the_weights(tmp_path: Path) -> None:
     """A stage's outputs must have the type that was announced."""
 
     def plant() -> None:
-        plain = PipelineEngine._run_stage
+        plain = Pipeline._run_stage
 
         def run(self: Any, *given: Any) -> Any:
             value = plain(self, *given)
             assert value.dtype == self._dtype
             return value
 
-        PipelineEngine._run_stage = run  # type: ignore[method-assign]
+        Pipeline._run_stage = run  # type: ignore[method-assign]
 
     finished(
         *GPT_LINE, "precision=fp32", "parallel=pipeline", *TWO, "trainer.max_steps=1", root=tmp_path / "runs", before=plant

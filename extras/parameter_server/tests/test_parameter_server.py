@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 
@@ -22,7 +23,8 @@ from framework.checkpoint.canonical import TrainingState, state_tensors
 from framework.checkpoint.manifest import read_state
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
+from framework.engine.forward import WholeModel
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.runtime.environment import Environment
 from framework.training.trainer import Trainer
@@ -147,19 +149,19 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
     has_come = FORK.Semaphore(0)
 
     def plant() -> None:
-        compute, hand_in = DataParallelEngine.run_micro_batches, Server.hand_in
+        compute, hand_in = WholeModel.train, Server.hand_in
 
-        def last(engine: Any, *args: Any, **options: Any) -> Any:
-            if engine.dp_rank == 1:  # ranks 0 and 2 have computed by then
+        def last(passes: Any, *args: Any, **options: Any) -> Any:
+            if dist.get_rank() == 1:  # ranks 0 and 2 have computed by then
                 assert has_come.acquire(timeout=30)
-            return compute(engine, *args, **options)
+            return compute(passes, *args, **options)
 
         def tell(serving: Any, gradients: Any, rank: int) -> None:
             hand_in(serving, gradients, rank)
             if rank == 2:
                 has_come.release()
 
-        DataParallelEngine.run_micro_batches = last  # type: ignore[method-assign,assignment]
+        WholeModel.train = last  # type: ignore[method-assign,assignment]
         Server.hand_in = tell  # type: ignore[method-assign]
 
     assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs", before=plant), whole)
@@ -279,7 +281,7 @@ def test_a_rank_does_not_wait_for_another(tmp_path: Path) -> None:
     done = [FORK.Semaphore(0) for _ in range(RANKS)]
 
     def plant() -> None:
-        compute, take = DataParallelEngine.forward_backward, Trainer.train_step
+        compute, take = Engine.train, Trainer.train_step
 
         def late(engine: Any, *args: Any, index: int, **options: Any) -> Any:
             if index == 4 and engine.dp_rank > 0:
@@ -292,7 +294,7 @@ def test_a_rank_does_not_wait_for_another(tmp_path: Path) -> None:
                 done[trainer.world.rank].release()
             return result
 
-        DataParallelEngine.forward_backward = late  # type: ignore[method-assign,assignment]
+        Engine.train = late  # type: ignore[method-assign,assignment]
         Trainer.train_step = tell  # type: ignore[method-assign]
 
     finished(*SGD, *ASYNC, root=tmp_path / "runs", before=plant)

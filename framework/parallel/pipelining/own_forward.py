@@ -149,7 +149,8 @@ class OwnForward:
             for name, tensor in tensors:
                 if not self._links[id(tensor)] & links:
                     delattr(module, name)
-                    module.__dict__[name] = _no_number(tensor, device=device)
+                    nothing = _no_number(tensor, device=device)
+                    module.__dict__[name] = nothing if isinstance(tensor, nn.Parameter) else nothing.clone()  # to write into
         stages = {}
         for number, span in ((number, spans[number]) for number in own):
             stages[number] = Stage([self.blocks[link] for link in span])

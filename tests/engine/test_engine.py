@@ -1,4 +1,4 @@
-"""DataParallelEngine: gradients of the global mean, sums of this rank's samples, buffers that follow micro-batch 0."""
+"""The Engine: gradients of the global mean, sums of this rank's samples, buffers that follow micro-batch 0."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.engine import seam
+from framework.engine import forward as forwards
 from framework.engine.buffers import Buffers
-from framework.engine.data_parallel import DataParallelEngine
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
-from framework.engine.seam import Engine, MicroBatch, Step
+from framework.engine.seam import MicroBatch, Step
 from framework.runtime.exits import Unfit
 from framework.tasks.regression import Regression
 
@@ -29,9 +29,9 @@ def linear() -> nn.Module:
     return nn.Linear(4, 2).double()
 
 
-def engine(module: nn.Module, **options: Any) -> DataParallelEngine:
+def engine(module: nn.Module, **options: Any) -> Engine:
     forward = Forward(Regression(), seed=0, devices=[torch.device("cpu")], autocast=None)
-    return DataParallelEngine(module, model=options.pop("wrapper", module), forward=forward, **options)
+    return Engine(module=module, model=options.pop("wrapper", module), forward=forward, **options)
 
 
 def step(*bounds: int, first: int = 0, padding: Sequence[int] = (), num_samples: int = 7) -> Step:
@@ -41,8 +41,8 @@ def step(*bounds: int, first: int = 0, padding: Sequence[int] = (), num_samples:
     return Step(epoch=0, num_samples=num_samples, micro_batches=parts)
 
 
-def run(made: DataParallelEngine, of: Step, *, loss_scale: float = 1.0, measure: bool = True) -> dict[str, float]:
-    sums = made.forward_backward(of, index=0, loss_scale=loss_scale, measure=measure)
+def run(made: Engine, of: Step, *, loss_scale: float = 1.0, measure: bool = True) -> dict[str, float]:
+    sums = made.train(of, index=0, loss_scale=loss_scale, measure=measure)
     return {name: value.item() for name, value in sums.items()}
 
 
@@ -143,21 +143,14 @@ def test_the_norm_is_over_all_gradients_and_clipping_scales_to_the_limit() -> No
 def test_an_evaluation_gives_the_same_sums_without_gradients() -> None:
     module = linear()
     made = engine(module)
-    micro_batch = step(0, 7).micro_batches[0]
-    assert {name: value.item() for name, value in made.forward(micro_batch).items()} == run(engine(linear()), step(0, 7))
+    assert {name: value.item() for name, value in made.evaluate(step(0, 7)).items()} == run(engine(linear()), step(0, 7))
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert all(value.item() == 0.0 for value in made.forward(micro_batch._replace(is_padding=True)).values())
+    assert all(value.item() == 0.0 for value in made.evaluate(step(0, 7, padding=[0])).values())
 
 
 def test_a_strategy_may_build_the_optimizer_in_its_own_way() -> None:
     made = engine(linear(), make_optimizer=lambda build, trained: ("its own", build, trained))
-    assert made.make_optimizer("build", ["trained"]) == ("its own", "build", ["trained"])  # type: ignore[arg-type, comparison-overlap]
-
-
-def test_an_engine_that_forgets_what_it_must_say_cannot_exist() -> None:
-    kept = {name: vars(DataParallelEngine)[name] for name in Engine.__abstractmethods__ - {"is_padding"}}
-    with pytest.raises(TypeError, match="is_padding"):
-        type("Forgets", (Engine,), kept)()
+    assert made.optimizer("build", ["trained"]) == ("its own", "build", ["trained"])  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_a_process_with_some_tokens_of_each_sample_has_no_whole_outputs() -> None:
@@ -173,18 +166,18 @@ def engine_norm(module: nn.Module) -> Tensor:
 def test_gradients_are_weighed_by_a_number_of_their_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one of another type CUDA multiplies them one by one: 123 launches in a step of GPT-2."""
     calls = list[tuple[set[torch.dtype], torch.dtype]]()
-    plain = seam.multiply_all
+    plain = forwards.multiply_all
 
     def note(gradients: list[Tensor], factor: Tensor) -> None:
         calls.append(({gradient.dtype for gradient in gradients}, factor.dtype))
         plain(gradients, factor)
 
-    monkeypatch.setattr(seam, "multiply_all", note)
+    monkeypatch.setattr(forwards, "multiply_all", note)
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3).double(), nn.Linear(3, 2).bfloat16())
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     weight = torch.tensor(8.0, dtype=torch.float64)
-    seam.weigh_gradients(module, {seam.weight_of("loss"): weight}, num_samples=4, among_ranks=False)
+    forwards.weigh_gradients(module, {forwards.weight_of("loss"): weight}, num_samples=4, among_ranks=False)
     assert {value.item() for gradient in gradients(module) for value in gradient.flatten()} == {0.5}
     assert sorted(calls, key=str) == sorted(
         [({kind}, kind) for kind in (torch.float32, torch.float64, torch.bfloat16)], key=str

@@ -1,4 +1,4 @@
-"""The Engine of a model with layers on several processes."""
+"""The passes of a step through a model with layers on several processes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,17 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.distributed.buckets import broadcast_all, sum_all
 from framework.distributed.world import World
 from framework.engine.buffers import Buffers
-from framework.engine.forward import Forward
-from framework.engine.seam import Engine, MicroBatch, Step, no_whole_outputs
+from framework.engine.engine import no_whole_outputs
+from framework.engine.forward import Factor, Forward, counted, scaled
+from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, add
-from framework.modules.tensors import Tree, by_mesh, local, whole
-from framework.optim.optimizers import BuildOptimizer, Trainable, stand_in
-from framework.optim.update import Average, gradient_or_zeros
+from framework.modules.tensors import Tree, local
+from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
@@ -28,16 +27,13 @@ from framework.runtime.log import LOGGER
 from framework.runtime.torch_stages import greet_others_only
 
 
-class PipelineEngine(Engine):
-    """The Engine of a model with layers on the processes of the mesh's `pipeline` axis.
+class Pipeline:
+    """Passes (framework/engine/engine.py) through a model with layers on the processes of the mesh's `pipeline` axis.
 
-    Several pipelines can have other samples, or other tokens (`slice` returns those of this rank). Their processes with the
-    same stages are `same_stages`; this engine sums their gradients over `summed_over`, if it is given. `cut_stage` cuts or
-    shards a stage before it is filled; a sharded stage sums its gradients itself. Of the processes that compute the same with
-    the same samples, one has `is_counted`.
+    Several pipelines can have other samples, or other tokens. Their processes with the same stages are `same_stages`; this
+    sums their gradients over `summed_over`, if it is given. `cut_stage` cuts or shards a stage before it is filled; a sharded
+    stage sums its gradients itself.
     """
-
-    trail = 0  # its messages between stages would not match if ranks ran other things
 
     def __init__(
         self,
@@ -47,22 +43,15 @@ class PipelineEngine(Engine):
         world: World,
         forward: Forward,
         schedule: str,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        is_counted: bool = True,
         send_dtype: SendDtype = None,
         cut_stage: Callable[[Stage], None] | None = None,
         same_stages: dist.ProcessGroup | None = None,
         summed_over: dist.ProcessGroup | None = None,
-        slice: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
         self._chain = chain_for(model)
-        self.module, self.task, self.observers = model, forward.module, forward.observers
-        self.mesh: DeviceMesh | None = mesh
-        self.dp_rank, self.dp_size, self._is_counted = dp_rank, dp_size, is_counted
-        self._group, self._same, self._summed_over = mesh.get_group("pipeline"), same_stages, summed_over
-        self._slice = slice
-        self._rank, self._size = self._group.rank(), self._group.size()
+        self._model = model
+        self.group, self._same, self._summed_over = mesh.get_group("pipeline"), same_stages, summed_over
+        self._rank, self._size = self.group.rank(), self.group.size()
         self._world, self._forward, self._schedule = world, forward, schedule
         self._dtype = next(nn.Module.parameters(model)).dtype
         self._owners = owners(schedule, num_ranks=self._size)
@@ -76,11 +65,11 @@ class PipelineEngine(Engine):
             if cut_stage is not None:
                 cut_stage(stage)
         self._chain.fill(list(self.stages.values()), device=world.device)
-        send = self._broadcast if self._same else None
         self._buffers = {
-            number: Buffers(model, among=self._chain.buffers(stage, self._spans[number]), broadcast=send)
+            number: Buffers(model, among=self._chain.buffers(stage, self._spans[number]), broadcast=self.broadcast)
             for number, stage in self.stages.items()
         }
+        self.buffers = list(self._buffers.values())
         self._schedules: dict[Any, Any] = {}
         self._loss_of: Callable[[Tree, MicroBatch], Tensor]  # of the current pass
         self._waiting: dict[int, list[MicroBatch]] = {}  # the micro-batches that each stage still has to run
@@ -88,6 +77,19 @@ class PipelineEngine(Engine):
         self._index, self._turn = 0, ""
         self._parameters = [p for p in nn.Module.parameters(model) if p.requires_grad]
         self._shared = shared_weights(model, mesh=mesh)
+        self.uncounted = {id(parameter) for parameter, group in self._shared if group.rank() != 0}
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this process has the last stage."""
+        return self._num_stages - 1 in self.stages
+
+    @property
+    def broadcast(self) -> Callable[[Sequence[Tensor]], None] | None:
+        """A function that overwrites tensors with those of the process in the first pipeline that has the same stages."""
+        if (same := self._same) is None:
+            return None
+        return lambda tensors: broadcast_all({dist.get_global_rank(same, 0): tensors}, group=same)
 
     # --- one stage of one micro-batch
 
@@ -122,45 +124,29 @@ class PipelineEngine(Engine):
 
     # --- training
 
-    def begin_step(self, step: Step, *, index: int) -> None:
-        """Set what the random draws of a step's forward passes depend on, and the buffers that the passes read."""
+    def of(self, step: Step) -> Sequence[Sequence[MicroBatch]]:
+        """Cut a step into passes, because a schedule is made for one shape.
+
+        A short micro-batch is the last of its rank, and runs alone. Then every other rank also runs its last micro-batch alone,
+        because all ranks gather shards in each pass.
+        """
+        if step.is_even or len(step.micro_batches) == 1:
+            return [step.micro_batches]
+        *others, last = sorted(step.micro_batches, key=lambda micro_batch: (not micro_batch.is_padding, micro_batch.number))
+        return [others, [last]]
+
+    def begin(self, step: Step, *, index: int) -> None:
+        """Set what the random draws of a step's forward passes depend on."""
         self._index, self._turn = index, step.turn
-        for buffers in self._buffers.values():
-            buffers.begin_step(is_alone=[m.number for m in step.micro_batches] == [0])
 
-    def end_step(self) -> None:
-        """Set the buffers to the values that the step's micro-batch 0 has given them."""
-        for buffers in self._buffers.values():
-            buffers.end_step()
+    def train(self, micro_batches: Sequence[MicroBatch], step: Step, *, index: int, factor: Factor, measure: bool) -> Sums:
+        self.begin(step, index=index)
+        sums = self.zeros(micro_batches[0], measure=measure)
 
-    def _sliced(self, step: Step) -> Step:
-        return step if self._slice is None else step._replace(micro_batches=[self._slice(m) for m in step.micro_batches])
-
-    def forward_backward(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
-        step = self._sliced(step)
-        self.begin_step(step, index=index)
-        sums = self.zeros(step.micro_batches[0], measure=measure)
-        has_loss = self._is_counted and self._num_stages - 1 in self.stages
-        counted = [m for m in step.micro_batches if has_loss and not m.is_padding]
-        scale = self._forward.factor(counted, scale=loss_scale, num_samples=step.num_samples, among_ranks=True)
-        for micro_batches in _passes(step):
-            self._pass(micro_batches, scale=scale, sums=sums, measure=measure)
-        self.end_step()
-        for parameter, group in self._shared:
-            if parameter.requires_grad:
-                dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
-        if self._summed_over is not None:
-            sum_all((local(gradient_or_zeros(p)) for p in self._parameters), group=self._summed_over)
-        sums = sums if self._is_counted else {name: torch.zeros_like(value) for name, value in sums.items()}
-        self._forward.settle(self.module, sums, num_samples=step.num_samples)
-        return sums
-
-    def _pass(self, micro_batches: Sequence[MicroBatch], *, scale: Tensor | float, sums: Sums, measure: bool) -> None:
         def loss_of(outputs: Tree, micro_batch: MicroBatch) -> Tensor:
             loss, more = self._forward.measured(outputs, micro_batch, measure=measure)
-            if not micro_batch.is_padding:
-                add(sums, more)
-            return (loss * (0.0 if micro_batch.is_padding else scale)).to(self._dtype)
+            add(sums, counted(more, micro_batch))
+            return scaled(loss, factor, micro_batch).to(self._dtype)
 
         num_schedules = len(self._schedules)
         schedule = self._schedule_for(micro_batches)
@@ -169,7 +155,7 @@ class PipelineEngine(Engine):
         self._loss_of = loss_of
         self._waiting = {number: list(micro_batches) for number in self.stages}
         if held:
-            self.module.zero_grad()
+            self._model.zero_grad()
         try:
             # the first stage takes its inputs, and the last its targets, from `_waiting`, because torch would cut only tensors
             schedule.step(target=torch.empty(len(micro_batches)), return_outputs=False)
@@ -178,6 +164,15 @@ class PipelineEngine(Engine):
         for parameter, gradient in zip(self._parameters, held):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return sums
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of weights in several stages, and those of the pipelines. Collective."""
+        for parameter, group in self._shared:
+            if parameter.requires_grad:
+                dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
+        if self._summed_over is not None:
+            sum_all((local(gradient_or_zeros(p)) for p in self._parameters), group=self._summed_over)
 
     def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
         sent = [value.requires_grad_() for value in self.sent.like(micro_batches[0].inputs)]
@@ -188,7 +183,7 @@ class PipelineEngine(Engine):
             for number, stage in self.stages.items():
                 given, made = sent[max(number - 1, 0) : number], sent[number] if number < len(sent) else loss
                 where = (number, self._num_stages, self._world.device)
-                stages.append(PipelineStage(stage, *where, input_args=tuple(given), output_args=made, group=self._group))
+                stages.append(PipelineStage(stage, *where, input_args=tuple(given), output_args=made, group=self.group))
                 greet_others_only(stages[-1], rank=self._rank)
             count = len(micro_batches)
             schedule, asked = make_schedule(self._schedule, stages, num_micro_batches=count)
@@ -213,75 +208,31 @@ class PipelineEngine(Engine):
 
     # --- evaluation
 
-    def forward(self, micro_batch: MicroBatch) -> Sums:
+    def evaluate(self, micro_batches: Sequence[MicroBatch], step: Step, *, observe: bool) -> Sums:
         """Run the stages one after the other, each on its process. Collective."""
-        micro_batch = micro_batch if self._slice is None else self._slice(micro_batch)
-        sent = self.sent.like(micro_batch.inputs)
-        self._waiting, self._evaluated = {}, micro_batch
-        self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
-        value: Any = None
-        with torch.no_grad():
-            for number in range(self._num_stages):
-                owner, before = self._owners[number], self._owners[number - 1]
-                if number > 0 and owner != before:
-                    if self._rank == before:
-                        dist.send(value.contiguous(), dst=dist.get_global_rank(self._group, owner), group=self._group)
-                    elif self._rank == owner:
-                        value = torch.empty_like(sent[number - 1], device=self._world.device)
-                        dist.recv(value, src=dist.get_global_rank(self._group, before), group=self._group)
-                if self._rank == owner:
-                    value = self.stages[number](*([value] if number else []))
-            if self._num_stages - 1 not in self.stages or micro_batch.is_padding or not self._is_counted:
-                return self.zeros(micro_batch, measure=True)
-            return self._forward.evaluated(value, micro_batch)
+        sums: Sums = {}
+        for micro_batch in micro_batches:
+            self._waiting, self._evaluated = {}, micro_batch
+            self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
+            outputs, is_whole = self._through_all_stages(micro_batch), self.has_outputs and not micro_batch.is_padding
+            is_seen = is_whole and observe
+            add(sums, self._forward.evaluated(outputs, micro_batch) if is_seen else self.zeros(micro_batch, measure=True))
+        return sums
+
+    def _through_all_stages(self, micro_batch: MicroBatch) -> Tree:
+        sent, value = self.sent.like(micro_batch.inputs), None
+        for number in range(self._num_stages):
+            owner, before = self._owners[number], self._owners[number - 1]
+            if number > 0 and owner != before:
+                if self._rank == before:
+                    assert value is not None
+                    dist.send(value.contiguous(), dst=dist.get_global_rank(self.group, owner), group=self.group)
+                elif self._rank == owner:
+                    value = torch.empty_like(sent[number - 1], device=self._world.device)
+                    dist.recv(value, src=dist.get_global_rank(self.group, before), group=self.group)
+            if self._rank == owner:
+                value = self.stages[number](*([value] if number else []))
+        return value
 
     def outputs(self, inputs: Tree) -> Tree:
         raise no_whole_outputs()
-
-    # --- the rest of an Engine
-
-    @property
-    def is_padding(self) -> bool:
-        return self._forward.is_padding
-
-    def use_average(self, average: Average | None) -> None:
-        pass  # no task's own step runs here
-
-    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        foreign = {id(parameter) for parameter, group in self._shared if group.rank() != 0}  # counted by another rank
-        own = [p.grad for p in self._parameters if p.grad is not None and id(p) not in foreign]
-        square = torch.zeros((), dtype=self._dtype, device=self._world.device)
-        for kind in by_mesh(own):
-            square += whole(get_total_norm(kind)).square()
-        dist.all_reduce(square, group=self._group)
-        norm = square.sqrt()
-        if max_norm is not None:
-            for parameters in by_mesh(self._parameters):
-                clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
-
-    def sync_buffers(self) -> None:
-        if self._same is not None:
-            self._broadcast([tensor for buffers in self._buffers.values() for tensor in buffers.tensors])
-        for buffers in self._buffers.values():
-            buffers.synchronised()
-
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite the tensors with the tensors of the process in the first pipeline that has the same stages. Collective."""
-        assert self._same is not None
-        broadcast_all({dist.get_global_rank(self._same, 0): tensors}, group=self._same)
-
-    def make_optimizer(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
-        return build(trained or stand_in(self._world.device))  # a stage may have only frozen weights
-
-
-def _passes(step: Step) -> list[Sequence[MicroBatch]]:
-    """Cut a step into passes through the pipeline, because a schedule is made for one shape.
-
-    A short micro-batch is the last of its rank, and runs alone. Then every other rank also runs its last micro-batch alone,
-    because all ranks gather shards in each pass.
-    """
-    if step.is_even or len(step.micro_batches) == 1:
-        return [step.micro_batches]
-    *others, last = sorted(step.micro_batches, key=lambda micro_batch: (not micro_batch.is_padding, micro_batch.number))
-    return [others, [last]]
