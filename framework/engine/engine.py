@@ -39,17 +39,17 @@ class Passes(Protocol):
         """Return the micro-batches of each pass."""
 
     def train(self, micro_batches: MicroBatches, step: Step, *, index: int, factor: Factor, measure: bool) -> Sums:
-        """RunPass a pass forward and backward. Add to `.grad` the gradient of the sum of the losses, times `factor`."""
+        """Run a pass forward and backward. Add to `.grad` the gradient of the sum of the losses, times `factor`."""
 
     def evaluate(self, micro_batches: MicroBatches, step: Step, *, observe: bool) -> Sums:
-        """RunPass a pass forward. With `observe`, show the outputs to the observers."""
+        """Run a pass forward. With `observe`, show the outputs to the observers."""
 
     def outputs(self, inputs: Tree) -> Tree:
         """Return the model's outputs for inputs that are the same on every rank. Unfit if no rank has all of them."""
 
 
 def accumulate(step: Step, passes: Sequence[MicroBatches], run: RunPass) -> Sums:
-    """RunPass the passes of a step one after the other; return the sums over all. Their gradients add up in `.grad`."""
+    """Run the passes of a step one after the other; return the sums over all. Their gradients add up in `.grad`."""
     sums: Sums = {}
     for micro_batches in passes:
         add(sums, run(micro_batches, micro_batches is passes[-1]))

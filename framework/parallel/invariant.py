@@ -104,7 +104,7 @@ class TreeAccumulation:
         self._micro_batch_size, self._rank, self._num_ranks = micro_batch_size, rank, num_ranks
 
     def __call__(self, step: Step, passes: Sequence[Sequence[MicroBatch]], run: RunPass) -> Sums:
-        """RunPass the passes, in a training step or an evaluation. Return the sums on rank 0, and zeros on the other ranks: the
+        """Run the passes, in a training step or an evaluation. Return the sums on rank 0, and zeros on the other ranks: the
         loop adds them up. Collective.
         """
         is_training, gradients, others = torch.is_grad_enabled(), self._tree(step), self._tree(step)

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_engine import gradients, linear, step
 from torch import nn
 
 from framework.engine.engine import Engine
 from framework.engine.forward import Forward
 from framework.optim.optimizers import Trainable
 from framework.optim.update import AveragedWeights
+from tests.engine.test_engine import gradients, linear, step
 
 
 def engine_of(task: Any, module: nn.Module) -> Engine:
