@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.parts.lr_range import LRRange
+from extras.parts.lr_range import LRRange
 from tests.harness import Says, assert_close, checked, command, finished
 from tests.test_conformance import MODELS, RUN
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
+from extras.parts.loss_spikes import LossSpikes
 from framework.build import components
 from framework.config.folders import options
 from framework.data.order import Order
 from framework.engine.sums import means, over_turns
-from framework.parts.loss_spikes import LossSpikes
 from framework.randomness import key
 from framework.runtime.exits import Diverged
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but

@@ -159,7 +159,7 @@ class Histogram(NamedTuple):
 
 
 def histograms(row: Row) -> dict[str, Histogram]:
-    """Return a row's histograms (from framework/parts/histograms.py), as `weights/NAME` and `gradients/NAME`."""
+    """Return a row's histograms (from extras/parts/histograms.py), as `weights/NAME` and `gradients/NAME`."""
     return {f"{name.partition('_')[0]}s/{name.partition(':')[2]}": Histogram(*value) for name, value in row.items()
             if name.startswith(("weight_histogram:", "gradient_histogram:"))}  # fmt: skip
 
