@@ -67,6 +67,8 @@ class Buffers:
 
     def begin_step(self, *, is_alone: bool) -> None:
         """Store the values that every micro-batch reads. `is_alone`: this rank runs only micro-batch 0."""
+        if not self._places:
+            return
         self._is_alone, self._start, self._left = is_alone, self.tensors, None
         self._versions = [version_of(tensor) for tensor in self._start]
         needs_values = not is_alone or (self._moving is None and self._broadcast is not None)

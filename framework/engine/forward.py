@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.engine.buffers import Buffers
-from framework.engine.of_samples import naming, require_rows
+from framework.engine.of_samples import name_samples, require_rows
 from framework.engine.seam import MicroBatch, Observe, Step, Task, says_itself
 from framework.engine.sums import Sums, Value, as_sums, loss_in, weight_of
 from framework.modules.tensors import Tree, by_mesh, call, map_tensors
@@ -50,6 +50,8 @@ class Forward:
         self.device = self.devices[0]
         self.module = self.task if isinstance(self.task, nn.Module) else None  # the task's module
         self.trains_by_step = callable(getattr(self.task, "step", None))
+        self._weight_of_loss = loss_weight_of(self.task)
+        self._weight = None if self.trains_by_step else self._weight_of_loss  # known before the forward
         self._takes_16_bits = says_itself(self.task, "takes_16_bits")
         self.measures_by_step = self.trains_by_step and not measures(self.task)
 
@@ -80,24 +82,36 @@ class Forward:
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the sum of the losses, for the backward pass, and all sums, with `measure` also those of the metrics."""
         self.is_padding = micro_batch.is_padding
-        with naming(micro_batch):
+        try:
             outputs = self.for_loss(lambda: call(model, micro_batch.inputs))
+        except Exception as error:
+            name_samples(error, micro_batch)
+            raise
         return self.measured(outputs, micro_batch, measure=measure)
 
     def outputs(self, model: Callable[..., Any], micro_batch: MicroBatch) -> Tree:
         """Return the model's outputs."""
         self.is_padding = micro_batch.is_padding
-        with naming(micro_batch):
+        try:
             return self.in_precision(lambda: call(model, micro_batch.inputs))
+        except Exception as error:
+            name_samples(error, micro_batch)
+            raise
 
     def measured(self, outputs: Tree, micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the loss and the sums, as a call of this object does, for outputs that already exist."""
-        with naming(micro_batch, narrowed=lambda part: self.task.loss(part(outputs), part(micro_batch.targets))):
-            loss, weight = self.task.loss(outputs, micro_batch.targets), loss_weight_of(self.task)
-            if weight is not None and isinstance(loss, tuple):
-                raise TypeError("loss() returns a pair, but the task has loss_weight() (return the sum; or loss_weight = None)")
-            both: Any = loss if weight is None else (loss, weight(micro_batch.targets))
-            values: dict[str, Value] = {"loss": both}
+        try:
+            loss: Any = self.task.loss(outputs, micro_batch.targets)
+            if self._weight_of_loss is not None:
+                if isinstance(loss, tuple):
+                    raise TypeError(
+                        "loss() returns a pair, but the task has loss_weight() (return the sum; or loss_weight = None)"
+                    )
+                loss = loss, self._weight_of_loss(micro_batch.targets)
+        except Exception as error:
+            name_samples(error, micro_batch, narrowed=lambda part: self.task.loss(part(outputs), part(micro_batch.targets)))
+            raise
+        values: dict[str, Value] = {"loss": loss}
         if measure and (metrics := getattr(self.task, "metrics", None)) is not None:
             measured = metrics(map_tensors(Tensor.detach, outputs), micro_batch.targets)
             if "loss" in measured:
@@ -106,11 +120,6 @@ class Forward:
         sums = as_sums(values)
         require_rows(sums, micro_batch)
         return loss_in(values), sums
-
-    @property
-    def _weight(self) -> Callable[[Any], Any] | None:
-        """The weight of a loss, known before the forward, of a task that trains by its loss."""
-        return None if self.trains_by_step else loss_weight_of(self.task)
 
     def factor(
         self, micro_batches: Sequence[MicroBatch], *, scale: float, num_samples: int, among_ranks: bool = True

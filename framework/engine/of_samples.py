@@ -1,7 +1,6 @@
 """What a micro-batch owes its samples: a row for each in what is averaged over them, and their names in an error."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -37,21 +36,18 @@ def _num_rows(tree: Tree) -> list[int]:
     return [size for tensor in tensors_in(tree) for size in tensor.shape[:2]] + lengths
 
 
-@contextmanager
-def naming(micro_batch: MicroBatch, *, narrowed: Callable[[Callable[[Tree], Tree]], object] | None = None) -> Iterator[None]:
-    """Give an error inside a remark that names the samples of the micro-batch.
+def name_samples(
+    error: Exception, micro_batch: MicroBatch, *, narrowed: Callable[[Callable[[Tree], Tree]], object] | None = None
+) -> None:
+    """Give an error a remark that names the samples of the micro-batch, if it has none.
 
     `narrowed` repeats the failed work, but not the model, with a function that takes one sample's part of a tree.
     """
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, REMARK) and micro_batch.samples:
-            names = list(map(str, micro_batch.samples if narrowed is None else _guilty(micro_batch, narrowed)))
-            more = ", ..." if len(names) > _MOST_NAMED else ""
-            who = f"sample {names[0]}" if len(names) == 1 else f"among samples {', '.join(names[:_MOST_NAMED])}{more}"
-            setattr(error, REMARK, f" ({who} of {micro_batch.split})")
-        raise
+    if not hasattr(error, REMARK) and micro_batch.samples:
+        names = list(map(str, micro_batch.samples if narrowed is None else _guilty(micro_batch, narrowed)))
+        more = ", ..." if len(names) > _MOST_NAMED else ""
+        who = f"sample {names[0]}" if len(names) == 1 else f"among samples {', '.join(names[:_MOST_NAMED])}{more}"
+        setattr(error, REMARK, f" ({who} of {micro_batch.split})")
 
 
 def _guilty(micro_batch: MicroBatch, narrowed: Callable[[Callable[[Tree], Tree]], object]) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.engine.forward import Factor, WholeModel, counted, scaled
-from framework.engine.of_samples import naming, require_rows
+from framework.engine.of_samples import name_samples, require_rows
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, Value, add, as_sums, loss_in
 from framework.modules.tensors import Tree, map_tensors, tensors_in
@@ -125,8 +125,11 @@ class OwnSteps(WholeModel):
         for micro_batch, batch, context, own, after in halves:
             buffers.set(after)
             self._begin(micro_batch, step, index, "rows")
-            with naming(micro_batch):
+            try:
                 value = self.forward.task.loss_of_rows(own, everyone, batch, context)  # type: ignore[attr-defined]
+            except Exception as error:
+                name_samples(error, micro_batch)
+                raise
             results.append(self._result(micro_batch, value))
             self._end(micro_batch)
         return results
@@ -166,8 +169,11 @@ class OwnSteps(WholeModel):
         return Batch(micro_batch.inputs, micro_batch.targets), context
 
     def _step(self, micro_batch: MicroBatch, batch: Batch, context: Context) -> Any:
-        with naming(micro_batch):
+        try:
             return self.forward.task.step(Target(self._call, self.module), batch, context)  # type: ignore[attr-defined]
+        except Exception as error:
+            name_samples(error, micro_batch)
+            raise
 
     @staticmethod
     def _result(micro_batch: MicroBatch, value: Any) -> Result:

@@ -43,7 +43,6 @@ def is_weight(name: str) -> bool:
 def as_sums(values: Mapping[str, Value]) -> Sums:
     """Return a task's values as sums and their weights, without gradients. TypeError for any other value."""
     sums: Sums = {}
-    device = next((item.device for item in tensors_in(dict(values))), None)
     for name, value in values.items():
         pair = value if isinstance(value, tuple) else (value,)
         for key, item in zip((name, weight_of(name))[: len(pair)], pair, strict=True):
@@ -51,11 +50,17 @@ def as_sums(values: Mapping[str, Value]) -> Sums:
                 kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
                 raise TypeError(f"{name} is {kind}, but a sum over the samples, or its weight, must be a number or a tensor of "
                                 "shape ()")  # fmt: skip
-            number = item.detach() if isinstance(item, Tensor) else torch.tensor(item, dtype=torch.float64, device=device)
+            number = item.detach() if isinstance(item, Tensor) else _beside(values, item)
             if number.dtype in (torch.float16, torch.bfloat16):
                 number = number.float()  # so that sums over micro-batches do not round as often as there are of them
             sums[key] = number if key == name else number.double()
     return sums
+
+
+def _beside(values: Mapping[str, Value], number: float) -> Tensor:
+    """Return a number as a tensor on the device of the values that are tensors."""
+    device = next((item.device for item in tensors_in(dict(values))), None)
+    return torch.tensor(number, dtype=torch.float64, device=device)
 
 
 def loss_in(values: Mapping[str, Value]) -> Tensor:

@@ -149,8 +149,8 @@ class OwnForward:
             for name, tensor in tensors:
                 if not self._links[id(tensor)] & links:
                     delattr(module, name)
-                    nothing = _no_number(tensor, device=device)
-                    module.__dict__[name] = nothing if isinstance(tensor, nn.Parameter) else nothing.clone()  # to write into
+                    has_numbers = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
+                    module.__dict__[name] = tensor.to(device) if has_numbers else _no_number(tensor, device=device)
         stages = {}
         for number, span in ((number, spans[number]) for number in own):
             stages[number] = Stage([self.blocks[link] for link in span])
