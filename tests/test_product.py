@@ -115,10 +115,7 @@ REFUSED: dict[tuple[str, str], str] = {}
 
 
 @pytest.mark.parametrize(("part", "strategy"), pairs([*PARTS], [*STRATEGIES], diagonal([*PARTS], [*STRATEGIES])))
-def test_a_part_under_a_strategy(part: str, strategy: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    if (part, strategy) == ("sharpness", "parameter-server"):
-        why = "a server's gradients are those before the part has computed them again"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+def test_a_part_under_a_strategy(part: str, strategy: str, tmp_path: Path) -> None:
     line, ranks = [*model_for(strategy), *of_parts(part)], STRATEGIES[strategy][0]
     check(line, parallel=under(strategy), ranks=ranks, root=tmp_path, refused=REFUSED.get((part, strategy)))
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
@@ -31,7 +31,7 @@ class Synchronous(Engine):
             dp_rank=world.rank,
             dp_size=world.world_size,
             broadcast=world.broadcast,
-            finish=lambda: self._side.add_up(self._held),
+            finish=self._add_up,
             warm_up=self._pull,
             make_optimizer=self._on_rank_0,
         )
@@ -39,11 +39,12 @@ class Synchronous(Engine):
         self._held = [p for p in nn.Module.parameters(model) if p.requires_grad]
         self._side = Server(world) if world.rank == 0 else Client(world)
 
-    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clip the sum of the gradients, which only rank 0 has; return its norm on every rank."""
-        clip = super().clip_grad_norm
-        (norm,) = self._side.share(lambda: [clip(max_norm)])
-        return norm.to(self._device)
+    def _add_up(self) -> None:
+        """Give every rank the sum of the gradients: a part of the loop may read them on any rank."""
+        self._side.add_up(self._held)
+        summed = self._side.share(lambda: [parameter.grad for parameter in self._held])
+        for parameter, gradient in zip(self._held, summed):
+            parameter.grad = None if gradient is None else gradient.to(self._device)
 
     def _on_rank_0(self, build: BuildOptimizer, trained: list[Trainable]) -> torch.optim.Optimizer:
         optimizer = build(trained if self.dp_rank == 0 else stand_in(self._device))
@@ -54,6 +55,7 @@ class Synchronous(Engine):
     @torch.no_grad()
     def _pull(self) -> None:
         for parameter, value in zip(self._held, self._side.share(lambda: [*self._held])):
+            assert value is not None
             parameter.copy_(value)
 
 
@@ -98,9 +100,9 @@ class Server:
         """Store a rank's gradients until they are added. Handlers call this."""
         self._inboxes[rank].put(gradients)
 
-    def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def share(self, compute: Callable[[], Gradients]) -> Gradients:
         values = compute()
-        self._notices.post(self._num_shared, [on_cpu(value) for value in values])
+        self._notices.post(self._num_shared, [None if value is None else on_cpu(value) for value in values])
         self._num_shared += 1
         return values
 
@@ -111,15 +113,15 @@ class Notices:
     def __init__(self, *, num_readers: int) -> None:
         self._num_readers = num_readers
         self._lock = threading.Lock()
-        self._open: defaultdict[int, Future[list[Tensor]]] = defaultdict(Future)
+        self._open: defaultdict[int, Future[Gradients]] = defaultdict(Future)
         self._num_reads: Counter[int] = Counter()
 
-    def post(self, number: int, values: list[Tensor]) -> None:
+    def post(self, number: int, values: Gradients) -> None:
         with self._lock:
             self._open[number].set_result(values)
             self._forget_if_read(number)
 
-    def read(self, number: int) -> "Future[list[Tensor]]":
+    def read(self, number: int) -> "Future[Gradients]":
         with self._lock:
             future = self._open[number]
             self._num_reads[number] += 1
@@ -143,7 +145,7 @@ class Client:
         # wait until the gradients have arrived, because the loop will change them
         call_remote("hand_in", gradients_of(parameters), self._rank)
 
-    def share(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-        values: list[Tensor] = call_remote("read", self._num_shared)
+    def share(self, compute: Callable[[], Gradients]) -> Gradients:
+        values: Gradients = call_remote("read", self._num_shared)
         self._num_shared += 1
         return values
