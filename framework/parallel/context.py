@@ -22,6 +22,7 @@ from framework.engine.rows import gather_rows
 from framework.engine.seam import Demands, MicroBatch, Task
 from framework.engine.sums import Value
 from framework.modules.parts import own_answer
+from framework.parallel.exchange import Exchange
 from framework.runtime.exits import Unfit
 
 Attention = Literal["ulysses", "ring"]
@@ -126,37 +127,22 @@ def _mixing(mix: Mix, *, slices: Slices, attention: Attention | None) -> Mix:
 def by_heads(mix: Mix, tensors: tuple[Tensor, ...], slices: Slices) -> Tensor:
     """Run a mixer on all tokens of some heads. Source: Jacobs et al. 2023, "DeepSpeed Ulysses"."""
     tokens, size, group = (2, slices.counts), slices.group.size(), slices.group
-    mixed = mix(*(_Exchange.apply(t, (1, [t.shape[1] // size] * size), tokens, group) for t in tensors))
-    return _Exchange.apply(mixed, tokens, (1, [mixed.shape[1]] * size), group)
+    mixed = mix(*(_exchange(t, (1, [t.shape[1] // size] * size), tokens, group) for t in tensors))
+    return _exchange(mixed, tokens, (1, [mixed.shape[1]] * size), group)
 
 
 Parts = tuple[int, list[int]]  # how a tensor is cut over the ranks: a dim, and the size of each rank's part
 
 
-class _Exchange(torch.autograd.Function):
-    """The exchange of all heads of some tokens for all tokens of some heads. Its gradient is exchanged back."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, sent: Parts, received: Parts, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def,override]  # torch's own signature
-        ctx.back = received, sent, group
-        return _exchange(tensor, sent, received, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def,override]
-        return _exchange(gradient, *ctx.back), None, None, None
-
-
 def _exchange(tensor: Tensor, sent: Parts, received: Parts, group: dist.ProcessGroup) -> Tensor:
-    """Send each rank its part along one dim; join the received parts along another dim."""
+    """Send each rank its part along one dim; join the received parts along another dim. Differentiable."""
     dim, sizes = received
     parts = tensor.split(sent[1], dim=sent[0])
     shape = parts[group.rank()].shape
     shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
-    flat = torch.cat([part.flatten() for part in parts])
-    counts = [math.prod(shape) for shape in shapes]
-    result = flat.new_empty(sum(counts))
-    dist.all_to_all_single(result, flat, counts, [part.numel() for part in parts], group=group)
-    return torch.cat([part.view(shape) for part, shape in zip(result.split(counts), shapes)], dim=dim)
+    counts = [part.numel() for part in parts], [math.prod(shape) for shape in shapes]
+    (flat,) = Exchange.apply(counts, group, torch.cat([part.flatten() for part in parts]))
+    return torch.cat([part.view(shape) for part, shape in zip(flat.split(counts[1]), shapes)], dim=dim)
 
 
 # --- some tokens of all heads

@@ -30,7 +30,7 @@ def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Te
         order = chosen.argsort(stable=True)
         counts = _counts(chosen // share, group)
         index_M1 = _sent((chosen[order] % share).unsqueeze(1), counts, group)
-        rows_MD, weights_M1 = _Exchange.apply(counts, group, x_ND[order // num_choices], weights_NK.reshape(-1, 1)[order])
+        rows_MD, weights_M1 = Exchange.apply(counts, group, x_ND[order // num_choices], weights_NK.reshape(-1, 1)[order])
         own = {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
         device = x_ND.device.type
         key = x_ND.dtype, weights_NK.dtype, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
@@ -38,7 +38,7 @@ def by_owner(module: nn.Module, *, group: dist.ProcessGroup) -> Callable[..., Te
             kinds[key] = _type_of_result(module, rows_MD, weights_M1)
         y_MD = run_part(module, own, rows_MD, index_M1, weights_M1) if len(rows_MD) else rows_MD
         y_MD = _joined(y_MD.to(kinds[key]), rows_MD, weights_M1, *own.values())
-        (back,) = _Exchange.apply(counts[::-1], group, y_MD)
+        (back,) = Exchange.apply(counts[::-1], group, y_MD)
         return back[order.argsort()].unflatten(0, (-1, num_choices)).sum(dim=1)  # type: ignore[no-any-return]
 
     return run
@@ -89,7 +89,7 @@ def _sent(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """The exchange of several tensors' rows. One node returns all their gradients, so all ranks use the same order."""
 
     @staticmethod
