@@ -131,9 +131,7 @@ def require_same_parts(states: Sequence[Mapping[str, Any]]) -> None:
 def plain_state_of_all(held: TrainingState, *, initial: Sequence[Mapping[str, Any]], world: World) -> PlainState:
     """Return the plain state of all ranks. Collective. Raise Unfit, on every rank, if ranks differ in a common entry."""
     mine = plain_state_of(held, initial=initial).model_dump()
-    return world.agreement.decide_on_rank_0(
-        mine, lambda found: merged([PlainState.model_validate(part) for part in found.values()])
-    )
+    return world.agreement.judged(mine, lambda found: merged([PlainState.model_validate(part) for part in found.values()]))
 
 
 def merged(parts: Sequence[PlainState]) -> PlainState:

@@ -54,7 +54,7 @@ class Guard:
         sketches = _sketches(self._module) if world_size > 1 else {}
         own = _of_one_rank(self._module, world_size=world_size)
         shared = {name: sketch for name, sketch in sketches.items() if name not in own}
-        self._world.agreement.decide_on_rank_0((self._fault(sketches), shared), _judge)
+        self._world.agreement.judged((self._fault(sketches), shared), _judge)
 
     def _fault(self, sketches: dict[str, list[float]]) -> str:
         """Return why this rank's part of the model should not be in a checkpoint; an empty text if it can be."""
