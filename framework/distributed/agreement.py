@@ -57,12 +57,12 @@ class Agreement:
 
         If the ranks differ, the other ranks receive only the result, or the error.
         """
-        if self.group is None or self._is_same(_text(value)):
+        if self.group is None or self._is_same(exact_text(value)):
             return judge({0: value})
         firsts: dict[str, int] = {}
         values = self.to_rank_0(value)
         for rank, theirs in enumerate(values):
-            firsts.setdefault(_text(theirs), rank)
+            firsts.setdefault(exact_text(theirs), rank)
         return self.on_rank_0(lambda: judge({rank: values[rank] for rank in firsts.values()}))
 
     def _is_same(self, text: str) -> bool:
@@ -177,7 +177,7 @@ class Agreement:
         return [bool(count) for count in counts.tolist()]
 
 
-def _text(value: Any) -> str:
+def exact_text(value: Any) -> str:
     """Return the text of plain data, with all numbers: the text of an array or a tensor leaves numbers and digits out."""
     text = repr(value)
     return repr(_listed(value)) if "array(" in text or "tensor(" in text else text
