@@ -64,15 +64,15 @@ class Saver:
         self.settle()
         with self._tolerating():
             flush()
-            if self._runs_in_background(tensors):
-                copies = self._copies.update(self._plan.mine(tensors))
+            is_in_background, tensors = self._runs_in_background(tensors), self._plan.mine(tensors)
+            if is_in_background or any(tensor.is_cuda for tensor in tensors.values()):  # all at once, not one after the other
+                tensors = self._copies.update(tensors)
+            if is_in_background:
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
                     self._writer = replace(self.store, world=self._world.with_own_agreement())
-                self._running = self._thread.submit(self._write, step, copies, copy.deepcopy(state))
+                self._running = self._thread.submit(self._write, step, tensors, copy.deepcopy(state))
             else:
-                if any(tensor.is_cuda for tensor in tensors.values()):  # copies all at once, not one after the other
-                    tensors = self._copies.update(self._plan.mine(tensors))
                 self._note(self._write(step, tensors, state))
 
     @property
