@@ -169,7 +169,7 @@ class Coupling(Net):
 
 
 class Patient(Net):
-    """Counts in a plain attribute what will matter later; in an object, a deque, or with a generator of its own."""
+    """Counts in a plain attribute what will matter later, or in an object, a deque; or has a generator that it does not use."""
 
     class Memory:
         def __init__(self) -> None:
@@ -744,7 +744,7 @@ class Deep(Net):
         if self.training:
             inner: Any = self.bank["a"][0]["b"]
             inner["c"][0][-2:] += torch.tensor([1.0, -1.0])
-        return x
+        return x * (1.0 if self.bank["a"][0]["b"]["c"][0][-2] < 40 else 0.5)
 
 
 class Calibrated(Net):
@@ -871,18 +871,19 @@ class Strided(Net):
 
 
 class Teacher2(Net):
-    """A mean teacher in a list, which begins as its model."""
+    """A mean teacher in a list, which begins as its model; its outputs matter after many steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.averaged = [copy.deepcopy(self.first)]
+        self.averaged = [copy.deepcopy(self.last)]
 
     def middle(self, x: Tensor) -> Tensor:
+        (teacher,) = self.averaged
         if self.training:
             with torch.no_grad():
-                for mine, other in zip(self.averaged[0].parameters(), self.first.parameters()):
+                for mine, other in zip(teacher.parameters(), self.last.parameters()):
                     mine.lerp_(other.to(mine), 0.1)
-        return x
+        return x + teacher.to(x)(x).mean()
 
 
 class Defaults(Net):
@@ -901,11 +902,12 @@ class Defaults(Net):
     def middle(self, x: Tensor, counted: Any = [0]) -> Tensor:  # noqa: B006
         if self.kind == "default":
             counted[0] += 1
+        number = counted[0]
         if self.kind == "attribute":
-            self.first.weight.calls = getattr(self.first.weight, "calls", 0) + 1  # type: ignore[attr-defined]
+            number = self.first.weight.calls = getattr(self.first.weight, "calls", 0) + 1  # type: ignore[attr-defined]
         if self.kind == "iterator":
-            next(self.numbers)
-        return x * (1.0 if counted[0] < 40 else 0.5)
+            number = next(self.numbers)
+        return x * (1.0 if number < 40 else 0.5)
 
 
 class FreezesLater(Net):

@@ -17,7 +17,7 @@ import torch
 
 from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
-from framework.distributed.hang.board import Board, request_stacks
+from framework.distributed.hang.board import Board, OwnBoard, request_stacks
 from framework.distributed.hang.diagnose import frames
 from framework.engine.engine import Engine
 from framework.launch import worker
@@ -227,14 +227,14 @@ def test_a_stack_is_of_where_a_process_was_stopped(tmp_path: Path) -> None:
     for number in range(20):
         pid = os.fork()
         if not pid:
-            Board(tmp_path / str(number), rank=0, local_rank=0, num_local=2)
+            OwnBoard(tmp_path / str(number), rank=0, local_rank=0, num_local=2)
             for _ in range(8):
                 threading.Thread(target=sleep, daemon=True).start()
             stop()
             time.sleep(10)  # until it is killed
             os._exit(0)
         os.waitpid(pid, os.WUNTRACED)
-        board = Board(tmp_path / str(number), rank=1, local_rank=1, num_local=2)
+        board = Board(tmp_path / str(number), first_rank=0, num_local=2)
         request_stacks(pid)
         wait_for(lambda board=board: "in <module>" in board.stack(0), timeout_s=10, what="the stack")  # the last of its lines
         stack = board.stack(0)

@@ -186,7 +186,7 @@ def test_details_are_in_the_rows_and_not_on_the_terminal(tmp_path: Path) -> None
 REFUSED = {
     "Nothing": "part.nothing: a Nothing has no method that the loop calls (one of begun, ...",
     "HalfAState": "part.halfastate: a HalfAState has only one of state_dict and load_state_dict: ...",
-    "Forgets": "part.forgets: count changes from step to step, and no checkpoint holds it (return it from state_dict(), ...",
+    "Forgets": "part.forgets: restored from a checkpoint, ... takes a different step ... count changes ... (return it from state_dict(), ...",
     "Unstorable": "part.unstorable.when: is a value of type object, which no checkpoint can hold ...",
     "FailsLate": "part.failslate: it fails in a rehearsal: KeyError: 'late' ...",
     "OfRank": "part.ofrank: 2 processes compute different results with this model than one process: ... loop.sum() ...",
@@ -195,7 +195,7 @@ REFUSED = {
     "NoDictionary": "part.nodictionary: state_dict() returns a int (a dictionary; ...",
     "WholeMask": "part.wholemask: it fails in a rehearsal: RuntimeError: ... DTensor ...",
     "TensorOfRank": "part.tensorofrank.mean: differs between the processes ...",
-    "Judges": "part.judges: best changes from evaluation to evaluation, and no checkpoint holds it (return it from ...",
+    "Judges": "part.judges: restored from a checkpoint, after an evaluation ... (return it from ...",
     "StateOfRank": "part.stateofrank.norm: differs between the processes ...",
 }
 
@@ -304,7 +304,7 @@ def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(
         engine=SimpleNamespace(parts={}), trained=dict, any=lambda flag: asked.append(flag), stopped="", step=0, seed=0,
         device=torch.device("cpu"), has_row=False,
     )  # fmt: skip
-    held = LoopParts(dict(enumerate(parts)), loop, SimpleNamespace(step_taken=lambda: None))  # type: ignore[arg-type]
+    held = LoopParts(dict(enumerate(parts)), loop)  # type: ignore[arg-type]
     for number in range(4):
         held.begin_step(Step(0, 1, []), has_row=number == 3)
         held.step_taken()

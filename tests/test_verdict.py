@@ -4,14 +4,14 @@ import faulthandler
 import threading
 from pathlib import Path
 
-from framework.distributed.hang.board import Board, RankSlot, RankState
+from framework.distributed.hang.board import OwnBoard, RankSlot, RankState
 from framework.distributed.hang.diagnose import RankReport, frames, judge, own_frame
 
 
 def seen(rank: int, num_beats: int, *, beat_at: float = 0.0) -> RankReport:
     """A rank that waits in the part of the program that began with this heartbeat."""
     step, phase = 1 + num_beats // 2, ("logging", "training")[num_beats % 2]
-    return RankReport(RankSlot(rank, rank, 100 + rank, RankState.TIMED_OUT, 9.0, beat_at, num_beats, step, phase), "", "")
+    return RankReport(RankSlot(rank, rank, RankState.TIMED_OUT, 100 + rank, 9.0, beat_at, num_beats, step, phase), "", "")
 
 
 def verdict(*ranks: RankReport) -> str:
@@ -38,15 +38,16 @@ def test_where_no_rank_of_the_node_hangs_another_nodes_are_said_to_be_missing() 
 
 
 def test_a_board_tells_the_latest_beat_of_the_others(tmp_path: Path) -> None:
-    mine, others = (Board(tmp_path / "board", rank=4 + n, local_rank=n, num_local=3) for n in range(2))
+    mine, others = (OwnBoard(tmp_path / "board", rank=4 + n, local_rank=n, num_local=3) for n in range(2))
     for step in range(200):
         others.beat("training", step=step)
     place = mine.slot(1)
     assert (place.rank, place.state, place.num_beats, place.place) == (5, RankState.RUNNING, 200, "in step 199 (training)")
     assert (mine.slot(2).rank, mine.slot(2).state) == (6, RankState.ABSENT)
-    assert mine.try_lead() and not others.try_lead()
+    with mine.alone() as is_first, others.alone() as is_second:
+        assert is_first and not is_second
     mine.post("rank 5")
-    assert others.verdict == "rank 5"
+    assert others.verdict == "rank 5" and mine.has_judged and not others.has_judged
     mine.close()
     others.close()
 

@@ -47,7 +47,6 @@ from framework.runs.directory import RunDirectory
 from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
 from framework.runtime.numerics import set_numerics
-from framework.training.guard import Guard
 from framework.training.loop import Loop
 from framework.training.metrics import Metrics
 from framework.training.parts import Blame, LoopParts
@@ -257,8 +256,7 @@ class Builder:
         )  # fmt: skip
         parts = components.loop_parts(self.config.part)
         engine.observers += [part.observe for part in parts.values() if hasattr(part, "observe")]
-        guard = Guard(engine.module, world=self.world, watches_frozen=self.config.rehearse and not parts)
-        return LoopParts(parts, loop, guard, blame=blame)
+        return LoopParts(parts, loop, blame=blame)
 
     def update(
         self, engine: Engine, trained: list[Trainable], *, total_steps: int, epochs_before: Callable[[int], int]

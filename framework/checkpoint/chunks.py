@@ -51,7 +51,7 @@ class WritePlan:
         The ranks exchange what they hold only if this has changed since the last call.
         """
         held = chunks_of(tensors)
-        if self.world.agreement.any(held.keys() != self._held):
+        if any(self.world.agreement.distinct(held.keys() != self._held).values()):
             self._held = set(held)
             table = {chunk: part.numel() * part.element_size() for chunk, part in held.items()}
             self._mine = {chunk.name for chunk in self.world.agreement.scatter_plan(table, deal)}

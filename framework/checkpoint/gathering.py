@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.checkpoint.format import Kinds
@@ -48,10 +49,12 @@ def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
                 if world.rank == 0:
                     yield value
                 elif name in sent:
-                    world.agreement.send(value, to=0)
+                    dist.send(value, dst=0, group=world.agreement.group)
             else:
                 dtype, shape = kinds[name]
-                yield world.agreement.receive(torch.empty(shape, dtype=dtype), source=senders[name])
+                received = torch.empty(shape, dtype=dtype)
+                dist.recv(received, src=senders[name], group=world.agreement.group)
+                yield received
 
     return OnRank0({name: kinds[name] for name in order}, stream())
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from framework.checkpoint.state import PlainState, SavedGroup
 from framework.checkpoint.training_state import TrainingState
+from framework.distributed.agreement import exact_text
 from framework.distributed.world import World
 from framework.optim.update import group_values
 from framework.runtime.exits import Unfit
@@ -73,23 +74,9 @@ def decoded(data: Any, *, like: Any = None) -> Any:
 def changed_values(optimizer: Optimizer, initial: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return for each group the values that it has changed or added since `initial`."""
     return [
-        {key: value for key, value in now.items() if key not in before or not _equal(value, before[key])}
+        {key: value for key, value in now.items() if key not in before or exact_text(value) != exact_text(before[key])}
         for now, before in zip(group_values(optimizer), initial)
     ]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    return bool(one == other)
 
 
 # --- the whole state
@@ -131,9 +118,7 @@ def require_same_parts(states: Sequence[Mapping[str, Any]]) -> None:
 def plain_state_of_all(held: TrainingState, *, initial: Sequence[Mapping[str, Any]], world: World) -> PlainState:
     """Return the plain state of all ranks. Collective. Raise Unfit, on every rank, if ranks differ in a common entry."""
     mine = plain_state_of(held, initial=initial).model_dump()
-    return world.agreement.decide_on_rank_0(
-        mine, lambda found: merged([PlainState.model_validate(part) for part in found.values()])
-    )
+    return world.agreement.judged(mine, lambda found: merged([PlainState.model_validate(part) for part in found.values()]))
 
 
 def merged(parts: Sequence[PlainState]) -> PlainState:

@@ -64,15 +64,15 @@ class Saver:
         self.settle()
         with self._tolerating():
             flush()
-            if self._runs_in_background(tensors):
-                copies = self._copies.update(self._plan.mine(tensors))
+            is_in_background, tensors = self._runs_in_background(tensors), self._plan.mine(tensors)
+            if is_in_background or any(tensor.is_cuda for tensor in tensors.values()):  # all at once, not one after the other
+                tensors = self._copies.update(tensors)
+            if is_in_background:
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
                     self._writer = replace(self.store, world=self._world.with_own_agreement())
-                self._running = self._thread.submit(self._write, step, copies, copy.deepcopy(state))
+                self._running = self._thread.submit(self._write, step, tensors, copy.deepcopy(state))
             else:
-                if any(tensor.is_cuda for tensor in tensors.values()):  # copies all at once, not one after the other
-                    tensors = self._copies.update(self._plan.mine(tensors))
                 self._note(self._write(step, tensors, state))
 
     @property
@@ -92,8 +92,9 @@ class Saver:
         self.settle()
         if grace_s is None or self.last is None:
             return False
-        agreement = self._world.agreement
-        left, needed = -agreement.largest(-PREEMPTION.left_of(grace_s)), agreement.largest(self.last.seconds)
+        mine = PREEMPTION.left_of(grace_s), self.last.seconds
+        lefts, times = zip(*self._world.agreement.distinct(mine).values())
+        left, needed = min(lefts), max(times)
         if left < needed and self._world.rank == 0:
             LOGGER.warning("no checkpoint of step %d: %.1f s of launch.grace_s are left, and the last checkpoint took %.1f s; "
                            "the run continues from the checkpoint of step %d",
@@ -139,8 +140,7 @@ class Saver:
     def _runs_in_background(self, tensors: dict[str, Tensor]) -> bool:
         if self._is_async is None:
             size = sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors.values()))
-            agreement = self._world.agreement
-            self._is_async = agreement.largest(size) >= WORTH_A_THREAD
+            self._is_async = any(self._world.agreement.distinct(size >= WORTH_A_THREAD).values())
         return self._is_async
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Committed:

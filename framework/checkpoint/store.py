@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from framework.checkpoint import manifest
-from framework.checkpoint.chunks import WritePlan, chunks_of
+from framework.checkpoint.chunks import chunks_of
 from framework.checkpoint.format import check_inventory, inventory_of, write_shard
 from framework.distributed.world import World
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
@@ -32,16 +32,12 @@ class CheckpointStore:
     keep_best: int
     mode: str
     claim: Claim = Claim(Path())  # the claim to the run's directory
-    _plan: WritePlan = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_plan", WritePlan(self.world))
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write and commit the checkpoint of `step`. Raise DiskFailed on every rank if any rank could not write.
 
-        If several ranks have the same data, one rank writes it. `state` is plain JSON data from rank 0. `state["monitor"]` is
-        the value that decides which checkpoint is best, or None.
+        This rank writes its parts of `tensors`: no other rank may have the same part (`WritePlan`). `state` is plain JSON data
+        from rank 0. `state["monitor"]` is the value that decides which checkpoint is best, or None.
         """
         target = self.directory / manifest.directory_name(step)
         staging = self.directory / f".tmp_{self.claim.token}_{target.name}"
@@ -65,8 +61,8 @@ class CheckpointStore:
         staging.mkdir()
 
     def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        mine, name = self._plan.mine(tensors), f"shard-{self.world.rank + 1:05d}.safetensors"
-        return {name: write_shard(staging / name, chunks_of(mine))} if mine else {}
+        name = f"shard-{self.world.rank + 1:05d}.safetensors"
+        return {name: write_shard(staging / name, chunks_of(tensors))} if tensors else {}
 
     def _commit(self, staging: Path, target: Path, files: list[dict[str, Any]], state: dict[str, Any]) -> None:
         self.claim.require()

@@ -33,7 +33,7 @@ def load_shared(dataset: Dataset, split: Split, *, seed: int, world: World) -> S
         if is_my_turn and world.local_rank == 0:
             source = load_split(dataset, split, seed=seed)
         world.agreement.barrier()
-    if world.agreement.largest(world.local_world_size) == 1:  # nodes may have different numbers of processes
+    if set(world.agreement.distinct(world.local_world_size).values()) == {1}:  # nodes may have different numbers of processes
         assert source is not None
         return source
     offer, descriptors = None, dict[str, int]()

@@ -29,31 +29,14 @@ class Agreement:
     _calls: int = field(default=0, init=False)  # since the latest reduction
     _flags: tuple[dist.Work, Tensor] | None = field(default=None, init=False)
 
-    def send(self, value: Tensor, *, to: int) -> None:
-        """Send a CPU tensor to one rank, which calls `receive`."""
-        dist.send(value, dst=to, group=self.group)
-
-    def receive(self, value: Tensor, *, source: int) -> Tensor:
-        """Overwrite a CPU tensor with the tensor that `source` sends, and return it."""
-        dist.recv(value, src=source, group=self.group)
-        return value
-
     def sum(self, values: Tensor) -> Tensor:
         """Sum a CPU tensor over all ranks, in place. Collective."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
-    def any(self, flag: bool) -> bool:
-        """Return whether any rank's `flag` is true. Collective."""
-        return bool(self.largest(float(flag)))
-
-    def largest(self, number: float) -> float:
-        """Return the largest of the ranks' numbers. Collective."""
-        return float(self._reduced(torch.tensor(number, dtype=torch.float64), dist.ReduceOp.MAX))
-
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank. Collective.
 
-        Use it for small values: the size of the result grows with the number of ranks. See `distinct`, `to_rank_0`, `largest`.
+        Use it for small values: the size of the result grows with the number of ranks. See `distinct` and `to_rank_0`.
         """
         if self.group is None:
             return [value]
@@ -67,49 +50,33 @@ class Agreement:
         Collective. The result is in rank order. Values are plain data without sets; their texts are compared, and
         the numbers of arrays and tensors. If all values are equal, the ranks exchange 32 bytes each.
         """
-        return self.decide_on_rank_0(value, lambda found: found)
+        return self.judged(value, lambda found: found)
 
-    def decide_on_rank_0(self, value: Any, judge: Callable[[dict[int, Any]], _Result]) -> _Result:
+    def judged(self, value: Any, judge: Callable[[dict[int, Any]], _Result]) -> _Result:
         """Return the result of `judge` for the values that `distinct` would return, on every rank. Collective.
 
-        If the ranks differ, the other ranks receive only the result, not the values. An error of `judge` is raised on every
-        rank.
+        If the ranks differ, the other ranks receive only the result, or the error.
         """
-        if self.group is None or self._is_same(_text(value)):
+        if self.group is None or self._is_same(exact_text(value)):
             return judge({0: value})
         firsts: dict[str, int] = {}
         values = self.to_rank_0(value)
         for rank, theirs in enumerate(values):
-            firsts.setdefault(_text(theirs), rank)
-        return self.computed_by_rank_0(lambda: judge({rank: values[rank] for rank in firsts.values()}))
+            firsts.setdefault(exact_text(theirs), rank)
+        return self.on_rank_0(lambda: judge({rank: values[rank] for rank in firsts.values()}))
 
     def _is_same(self, text: str) -> bool:
         digest = torch.frombuffer(bytearray(blake2b(text.encode(), digest_size=16).digest()), dtype=torch.int64)
         least, most = self._reduced(torch.cat([~digest, digest]), dist.ReduceOp.MAX).split(2)  # ~ reverses the order
         return torch.equal(~least, most)
 
-    def computed_by_rank_0(self, compute: Callable[[], _Result]) -> _Result:
-        """Return the result of `compute`, which runs on rank 0 only, or raise its error, on every rank. Collective.
-
-        Rank 0 does not wait for the others.
-        """
-        result, fault = None, None
-        if self.group is None or self.group.rank() == 0:
-            try:
-                result = compute()
-            except Exception as error:  # raised below, on every rank
-                fault = error
-        result, fault = self.from_rank_0((result, fault))
-        if fault is not None:
-            raise fault
-        return result  # type: ignore[return-value]  # the result of rank 0
-
     def to_rank_0(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on rank 0. Return [] on the other ranks. Collective."""
         if self.group is None:
             return [value]
         packed = packed_object(value)
-        padded = torch.zeros(int(self.largest(packed.numel())), dtype=torch.uint8)
+        longest = self._reduced(torch.tensor(packed.numel()), dist.ReduceOp.MAX)
+        padded = torch.zeros(int(longest), dtype=torch.uint8)
         padded[: packed.numel()] = packed
         parts = [torch.empty_like(padded) for _ in range(self.group.size())] if self.group.rank() == 0 else None
         dist.gather(padded, parts, dst=0, group=self.group)
@@ -134,27 +101,34 @@ class Agreement:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
-    def on_rank_0(self, action: Callable[[], _Result], *, what: str) -> _Result:
-        """Run `action`, which uses the disk, on rank 0 only, and return its result on every rank. Collective.
+    def on_rank_0(self, action: Callable[[], _Result], *, what: str = "") -> _Result:
+        """Run `action` on rank 0 only. Return its result, or raise its error, on every rank. Collective.
 
-        If `action` raises OSError or Invalid, raise DiskFailed on every rank; its message says that `what` failed. Rank 0 does
-        not wait for the others.
+        With `what`, the action uses the disk: OSError and Invalid become DiskFailed, with a message that `what` failed. Rank 0
+        does not wait for the others.
         """
-
-        def act() -> _Result:
-            result, fault = _attempted(action)
-            if fault is not None:
-                raise DiskFailed(f"{what}: rank 0: {fault}")
-            return result  # type: ignore[return-value]  # without a fault there is a result
-
-        return self.computed_by_rank_0(act)
+        result, fault = None, None
+        if self.group is None or self.group.rank() == 0:
+            try:
+                result = action()
+            except Exception as error:  # raised below, on every rank
+                is_of_disk = what and isinstance(error, (OSError, Invalid))
+                fault = DiskFailed(f"{what}: rank 0: {_line(error)}") if is_of_disk else error
+        result, fault = self.from_rank_0((result, fault))
+        if fault is not None:
+            raise fault
+        return result  # type: ignore[return-value]  # the result of rank 0
 
     def all_or_fail(self, action: Callable[[], _Result], *, what: str) -> _Result:
         """Run `action`, which uses the disk, on every rank, and return this rank's result when all ranks are done. Collective.
 
         If `action` raises OSError or Invalid on any rank, raise DiskFailed on every rank; its message says that `what` failed.
         """
-        result, fault = _attempted(action)
+        result, fault = None, None
+        try:
+            result = action()
+        except (OSError, Invalid) as error:
+            fault = _line(error)
         for rank, problem in self.distinct(fault).items():
             if problem is not None:
                 raise DiskFailed(f"{what}: rank {rank}: {problem}")
@@ -203,7 +177,7 @@ class Agreement:
         return [bool(count) for count in counts.tolist()]
 
 
-def _text(value: Any) -> str:
+def exact_text(value: Any) -> str:
     """Return the text of plain data, with all numbers: the text of an array or a tensor leaves numbers and digits out."""
     text = repr(value)
     return repr(_listed(value)) if "array(" in text or "tensor(" in text else text
@@ -217,9 +191,5 @@ def _listed(value: Any) -> Any:
     return (str(value.dtype), value.tolist()) if isinstance(value, (np.ndarray, Tensor)) else value
 
 
-def _attempted(action: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
-    """Return the result of an action that uses the disk, or the text of the error of the disk or of its content."""
-    try:
-        return action(), None
-    except (OSError, Invalid) as error:
-        return None, " ".join(str(error).split())
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

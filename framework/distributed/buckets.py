@@ -1,7 +1,7 @@
 """Many tensors in few messages: one collective per 25 MB, not one per tensor."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -31,33 +31,27 @@ def broadcast_all(of_ranks: Mapping[int, Iterable[Tensor]], *, group: dist.Proce
     _send((bucket, begin[rank]) for rank, tensors in of_ranks.items() for bucket in buckets_of(tensors))
 
 
-class Message:
-    """A bucket of tensors that is sent as one message. The constructor starts the message. Collective."""
-
-    def __init__(self, bucket: Sequence[Tensor], begin: Callable[[Tensor], dist.Work | None]) -> None:
-        is_one = len(bucket) == 1 and bucket[0].is_contiguous()
-        self._bucket = bucket
-        self._flat = bucket[0] if is_one else torch.cat([tensor.reshape(-1) for tensor in bucket])
-        self._work = begin(self._flat)
-
-    def finish(self) -> None:
-        """Wait, and overwrite the tensors with the received values."""
-        if self._work is not None:
-            self._work.wait()
-        if self._flat is not self._bucket[0]:
-            parts = self._flat.split([tensor.numel() for tensor in self._bucket])
-            copy_all(self._bucket, [part.view(tensor.shape) for part, tensor in zip(parts, self._bucket)])
-
-
 @torch.no_grad()
 def _send(messages: Iterable[tuple[list[Tensor], Callable[[Tensor], dist.Work | None]]]) -> None:
-    under_way: deque[Message] = deque()
+    """Send each bucket of tensors as one message, and overwrite the tensors with the received values."""
+    under_way: deque[tuple[list[Tensor], Tensor, dist.Work | None]] = deque()
+
+    def finish() -> None:
+        bucket, flat, work = under_way.popleft()
+        if work is not None:
+            work.wait()
+        if flat is not bucket[0]:
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            copy_all(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket)])
+
     for bucket, begin in messages:
-        under_way.append(Message(bucket, begin))
+        is_one = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0] if is_one else torch.cat([tensor.reshape(-1) for tensor in bucket])
+        under_way.append((bucket, flat, begin(flat)))
         if len(under_way) > UNDER_WAY:
-            under_way.popleft().finish()
+            finish()
     while under_way:
-        under_way.popleft().finish()
+        finish()
 
 
 def buckets_of(tensors: Iterable[AnyTensor]) -> Iterator[list[AnyTensor]]:

@@ -16,7 +16,7 @@ from framework.distributed.buckets import broadcast_all
 from framework.distributed.devices import devices_of, require_one_kind
 from framework.distributed.groups import Groups, attempt_store
 from framework.distributed.hang import diagnose
-from framework.distributed.hang.board import Board
+from framework.distributed.hang.board import OwnBoard
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.other_backend import kinds_of_devices
 from framework.runtime.environment import Environment, variables
@@ -39,7 +39,7 @@ class World:
     timeout: timedelta
     groups: Groups
     agreement: Agreement
-    board: Board | None  # the board of this node's ranks
+    board: OwnBoard | None  # the board of this node's ranks
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +57,7 @@ class World:
         scratch: Path | None,
         device: str = "cpu",
         num_devices: int | None = 1,
-        board: Board | None = None,
+        board: OwnBoard | None = None,
     ) -> "World":
         """Join the run's process groups. Collective. Raise Unfit, on every rank, if the devices do not exist.
 

@@ -24,8 +24,7 @@ from framework.config.targets import locate
 from framework.distributed.devices import record_collectives, start_method
 from framework.distributed.hang import diagnose as hang
 from framework.distributed.hang.alone import watched_alone
-from framework.distributed.hang.board import Board, BoardView, posted_verdict
-from framework.distributed.hang.stillness import Stillness
+from framework.distributed.hang.board import Board, OwnBoard
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
 from framework.launch.cores import share_cores
@@ -35,7 +34,7 @@ from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit, RunEnded, Unfit
-from framework.runtime.forks import begin_child, in_new_thread
+from framework.runtime.forks import Idleness, begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
 from framework.runtime.preemption import PREEMPTION
@@ -98,7 +97,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
 @contextmanager
 def _watched(
     frozen: FrozenConfig, environment: Environment, scratch: Path | None, *, timeout_s: float
-) -> Iterator[Board | None]:
+) -> Iterator[OwnBoard | None]:
     """Yield the board of this node's ranks. If an error inside is part of a hang, end this process immediately.
 
     Nothing could end it later: the destructors of gloo's groups wait for the operations in progress.
@@ -115,7 +114,7 @@ def _watched(
         return
     with ExitStack() as ends:
         folder = scratch or ends.enter_context(common_folder(directory.path, attempt=environment.attempt))
-        board = Board(
+        board = OwnBoard(
             board_in(folder, attempt=environment.attempt),
             rank=environment.rank,
             local_rank=environment.local_rank,
@@ -130,13 +129,13 @@ def _watched(
             verdict = hang.settle(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
             if not verdict:
                 raise
-            if board.leads and not environment.is_foreign:  # such a launcher ends the others itself
+            if board.has_judged and not environment.is_foreign:  # such a launcher ends the others itself
                 hang.kill_silent(board)
     if verdict:
         if scratch is None:  # another launcher, which does not report it
             if environment.rank == environment.local_rank:  # the first node, where rank 0 keeps the record
                 directory.record_end(status="failed", error=verdict)
-            if board.leads:
+            if board.has_judged:
                 LOGGER.error("%s\n  the stacks of all ranks are in %s", verdict, directory.log)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -188,7 +187,7 @@ class Agent(ElasticAgent):
         self.verdict = ""  # the verdict, after a hang
         self.failures: list[Failure] = []
         self._scratch, self._directory, self._timeout_s = scratch, directory, launch.timeout_s
-        self._view: tuple[int, BoardView, Stillness] | None = None  # the view of an attempt's board
+        self._view: tuple[int, Board, Idleness] | None = None  # an attempt's board
 
     @property
     def attempt(self) -> int:
@@ -211,13 +210,13 @@ class Agent(ElasticAgent):
             with log.log_file(self._directory.log):
                 hang.look(board, timeout_s=self._timeout_s, spans_nodes=self.place.world_size > 1)
 
-    def _board(self) -> BoardView | None:
+    def _board(self) -> Board | None:
         """Return the board of this attempt, or None if no rank has made it yet."""
         if self._view is None or self._view[0] != self.attempt:
             first, path = self.workers.workers[0].global_rank, board_in(self._scratch, attempt=self.attempt)
             with suppress(FileNotFoundError):
-                view = BoardView(path, first_rank=first, num_local=len(self.workers.workers))
-                self._view = self.attempt, view, Stillness()
+                board = Board(path, first_rank=first, num_local=len(self.workers.workers))
+                self._view = self.attempt, board, Idleness(counts_reads=False)
         return self._view[1] if self._view is not None and self._view[0] == self.attempt else None
 
     def _stand_still(self) -> bool:
@@ -225,7 +224,7 @@ class Agent(ElasticAgent):
         board = self._board()
         if board is None or self._view is None:
             return False
-        return self._view[2].lasts_s(board.everyone()) > self._timeout_s + self._TO_NOTICE_S
+        return hang.stillness_s(board, self._view[2]) > self._timeout_s + self._TO_NOTICE_S
 
     @property
     def slept_s(self) -> float:
@@ -233,8 +232,7 @@ class Agent(ElasticAgent):
         return self._view[2].slept_s(timeout_s=self._timeout_s) if self._view is not None and self.verdict else 0.0
 
     def _has_hung(self) -> bool:
-        board = board_in(self._scratch, attempt=self.attempt)
-        self.verdict = posted_verdict(board, num_local=len(self.workers.workers))
+        self.verdict = board.verdict if (board := self._board()) is not None else ""
         return bool(self.verdict)
 
 

@@ -5,13 +5,13 @@ import fnmatch
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from framework.modules.trace import Trace, traced
+from framework.modules.trace import traced
 
 _GIVEN: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -244,13 +244,6 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
 # --- experts
 
 
-class Choices(NamedTuple):
-    """The sizes of the arguments of a module of experts: tokens (N, dim), indices and weights (N, num_choices)."""
-
-    dim: int
-    num_choices: int
-
-
 def experts_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold the stacked experts of a layer: their parameters are (num_experts, ...).
 
@@ -261,21 +254,19 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
     if (answer := _own_modules(model, "experts")) is not None:
         return answer
     trace = traced(model)
-    return [module for module in model.modules() if _is_stacked(module) and choices_of(module, trace) is not None]
+    calls = [event for event in trace.events if event.kind == "enter"] if trace is not None else []
+    kinds = {type(event.what) for event in calls if _are_choices(*event.value)}
+    return [module for module in model.modules() if type(module) in kinds and _is_stacked(module)]
 
 
-def choices_of(module: nn.Module, trace: Trace | None) -> Choices | None:
-    """Return the sizes of the arguments, if a trace shows that the module's class is called as experts are; else None."""
-    for event in trace.events if trace is not None else ():
-        if event.kind == "enter" and type(event.what) is type(module):
-            given, named = event.value
-            tensors = [item for item in (*given, *named.values()) if isinstance(item, Tensor)]
-            if len(tensors) == len(given) + len(named) == 3 and all(tensor.ndim == 2 for tensor in tensors):
-                tokens, index, weights = tensors
-                floats = [tensor.is_floating_point() for tensor in tensors]
-                if floats == [True, False, True] and len(tokens) == len(index) and index.shape == weights.shape:
-                    return Choices(tokens.shape[1], index.shape[1])
-    return None
+def _are_choices(given: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Return whether a module's arguments are tokens, and the indices and weights of each token's experts."""
+    arguments = [*given, *named.values()]
+    if len(arguments) != 3 or not all(isinstance(item, Tensor) and item.ndim == 2 for item in arguments):
+        return False
+    tokens, index, weights = arguments
+    floats = [tensor.is_floating_point() for tensor in arguments]
+    return floats == [True, False, True] and len(tokens) == len(index) and index.shape == weights.shape
 
 
 def _is_stacked(module: nn.Module) -> bool:

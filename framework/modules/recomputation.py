@@ -5,7 +5,7 @@ import functools
 import random
 import types
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -128,18 +128,15 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 def _twice_the_same(block: nn.Module, *, keeps_products: bool) -> Contexts:
     """Return the contexts for a block's first forward, which starts immediately, and for each later forward."""
-    same = _As(_Surroundings(block))
-    if not keeps_products:
-        return nullcontext(), same
-    first, again = create_selective_checkpoint_contexts(_policy)
-    return first, _Both(same, again)
+    first, again = create_selective_checkpoint_contexts(_policy) if keeps_products else (nullcontext(), nullcontext())
+    return first, _As(_Surroundings(block), inner=again)
 
 
 class _Surroundings:
     """The state that a block's forward reads besides its arguments: its buffers, and the generators of Python and numpy."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._block = block
+        self.block = block
         self._buffers = [(buffer.data, buffer.clone()) for buffer in block.buffers()]
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
@@ -148,35 +145,18 @@ class _Surroundings:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
-    def now(self) -> "_Surroundings":
-        return _Surroundings(self._block)
-
 
 class _As(AbstractContextManager[None]):
     """A context that restores this state inside, and puts the newer state back at its end. It can be entered several times."""
 
-    def __init__(self, then: _Surroundings) -> None:
-        self._then = then
+    def __init__(self, then: _Surroundings, *, inner: AbstractContextManager[Any]) -> None:
+        self._then, self._inner = then, inner
 
     def __enter__(self) -> None:
-        self._now = self._then.now()
+        self._now = _Surroundings(self._then.block)
         self._then.restore()
-
-    def __exit__(self, *_: object) -> None:
-        self._now.restore()
-
-
-class _Both(AbstractContextManager[None]):
-    """The second context inside the first."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts = contexts
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered = stack.pop_all()
+        self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
+        self._inner.__exit__(*error)
+        self._now.restore()

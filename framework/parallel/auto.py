@@ -29,7 +29,7 @@ def auto(
 ) -> Engine:
     """Run the model as `ddp` if it fits, else as `zero`, else as `fsdp`; in one process, as `single`. Collective."""
     budget = memory_gib * _GIB if memory_gib is not None else _memory(world) / 2  # the rest is for activations
-    budget = -world.agreement.largest(-budget)  # the smallest budget of all ranks
+    budget = min(world.agreement.distinct(budget).values())  # the smallest budget of all ranks
     choice, held = choose(model, num_ranks=world.world_size, budget=budget)
     if world.rank == 0:
         LOGGER.info("parallel=auto: %s, with %.2g GiB of parameters, gradients and optimizer state in each process",

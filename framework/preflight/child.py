@@ -55,13 +55,13 @@ def _in_child(
     child = context.Process(target=_child, args=(work, theirs, stacks, is_silent))
     child.start()
     theirs.close()
-    began, idleness, place, why, is_announced = time.monotonic(), Idleness([child.pid]), "", None, False
+    began, idleness, place, why, is_announced = time.monotonic(), Idleness(), "", None, False
     with suppress(EOFError):
         while not ours.poll(0.05):
             if limit_s is not None and not is_announced and time.monotonic() - began > _SILENT_S:
                 is_announced = True
                 LOGGER.info("this run is rehearsed; at most %.0f s (rehearse=false starts without a rehearsal)", limit_s)
-            idle_s = idleness.lasts_s()
+            idle_s = idleness.lasts_s([child.pid])
             if idle_s > _SILENT_S and not place:
                 place = place_in(child.pid or 0, stacks) or "an unknown place"
                 LOGGER.warning("the check of this run has done nothing for %.0f s: it waits at %s", idle_s, place)

@@ -207,9 +207,9 @@ def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float)
 
     The time of a step on this machine is not known, because the machine may be busy.
     """
-    idleness = Idleness([rank.pid for rank in ranks])
+    idleness, pids = Idleness(), [rank.pid for rank in ranks]
     while not answer.poll(max(0.0, min(0.5, deadline - time.monotonic()))):
-        if time.monotonic() >= deadline or idleness.lasts_s() > _IDLE_S:
+        if time.monotonic() >= deadline or idleness.lasts_s(pids) > _IDLE_S:
             return False
     return True
 

@@ -1,5 +1,6 @@
 """A second process that continues a run from its state without earlier computations, as after a restart."""
 
+import math
 import multiprocessing
 import signal
 from contextlib import suppress
@@ -60,6 +61,34 @@ class Computed(NamedTuple):
         return next((name for name, buffer in self.buffers.items() if not same(buffer, other.buffers[name])), "")
 
 
+class Updated(NamedTuple):
+    """The results of the updates of a step: the number of the later ones, the weights, and the columns of the parts."""
+
+    num_more: int
+    weights: dict[str, Tensor]
+    columns: dict[str, Any]
+
+    @classmethod
+    def of(cls, player: Player, num_more: int) -> "Updated":
+        return cls(num_more, _weights(player), player.columns)
+
+
+class Evaluated(NamedTuple):
+    """The results of an evaluation: its sums, the values of the metrics, and the weights, which a part may have changed."""
+
+    sums: Sums
+    measured: dict[str, Any]
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, player: Player, sums: Sums) -> "Evaluated":
+        return cls(sums, dict(player.measured), _weights(player))
+
+
+def _weights(player: Player) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in player.module.named_parameters()}
+
+
 class Continuation:
     """The second process. It forks immediately; nothing may have been computed before. Its exceptions are raised here too."""
 
@@ -80,21 +109,25 @@ class Continuation:
         """Build the run's objects, and restore this state."""
         self._ask("restore", tensors, kept.model_dump())
 
-    def step(self) -> tuple[Computed, dict[tuple[str, str], str]]:
-        """Run the second step; return its results, and the attributes after it."""
-        return self._ask("step")  # type: ignore[no-any-return]
+    def step(self, index: int) -> Computed:
+        """Run the second batch as the step with this number; return its results."""
+        return self._ask("step", index)  # type: ignore[no-any-return]
 
-    def twice(self) -> tuple[Sums, Sums]:
+    def twice(self, index: int) -> tuple[Sums, Sums]:
         """Run the step twice more, from the same state."""
-        return self._ask("twice")  # type: ignore[no-any-return]
+        return self._ask("twice", index)  # type: ignore[no-any-return]
 
-    def take(self) -> tuple[dict[str, Tensor], dict[tuple[str, str], str]]:
-        """Take the optimizer's step; return the weights, and the attributes after it."""
-        return self._ask("take")  # type: ignore[no-any-return]
+    def take(self, index: int, more: int) -> Updated:
+        """Take the optimizer's step, and `more` updates with the same gradients; return the results."""
+        return self._ask("take", index, more)  # type: ignore[no-any-return]
 
-    def evaluate(self) -> tuple[Sums, dict[tuple[str, str], str]]:
-        """Evaluate a batch of the validation split; return its sums, and the attributes after it."""
+    def evaluate(self) -> Evaluated:
+        """Evaluate a batch of the validation split; return the results."""
         return self._ask("evaluate")  # type: ignore[no-any-return]
+
+    def numbers(self) -> dict[tuple[str, str], str]:
+        """Return the numbers in plain attributes of the run's objects."""
+        return self._ask("numbers")  # type: ignore[no-any-return]
 
     def close(self) -> None:
         self._process.kill()
@@ -130,23 +163,25 @@ class _Continued:
         self._player = Player(self._build)
         self._player.restore(tensors, PlainState.model_validate(kept))
 
-    def step(self) -> tuple[Computed, dict[tuple[str, str], str]]:
-        sums = self._player.forward_backward(self._following, index=self._index)
-        return Computed.of(self._player, sums), self._player.attributes()
+    def step(self, index: int) -> Computed:
+        return Computed.of(self._player, self._player.forward_backward(self._following, index=index))
 
-    def twice(self) -> tuple[Sums, Sums]:
+    def twice(self, index: int) -> tuple[Sums, Sums]:
         def once() -> Sums:
             with self._player.untouched():
-                return self._player.forward_backward(self._following, index=self._index)
+                return self._player.forward_backward(self._following, index=index)
 
         return once(), once()
 
-    def take(self) -> tuple[dict[str, Tensor], dict[tuple[str, str], str]]:
-        self._player.take(self._index)
-        return {name: p.detach().clone() for name, p in self._player.module.named_parameters()}, self._player.attributes()
+    def take(self, index: int, more: int) -> Updated:
+        self._player.take(index)
+        return Updated.of(self._player, self._player.take_more(more, first=index + 1, within_s=math.inf))
 
-    def evaluate(self) -> tuple[Sums, dict[tuple[str, str], str]]:
-        return self._player.evaluate(validation_step(self._build), shares=AFTER), self._player.attributes()
+    def numbers(self) -> dict[tuple[str, str], str]:
+        return self._player.numbers()
+
+    def evaluate(self) -> Evaluated:
+        return Evaluated.of(self._player, self._player.evaluate(validation_step(self._build), shares=AFTER))
 
 
 def _serve(continued: _Continued, theirs: Connection) -> None:

@@ -1,6 +1,6 @@
 """The differences of a model before and after a forward."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,18 @@ def same(one: Tensor, other: Tensor) -> bool:
     tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
     one, other = (real(tensor).double().nan_to_num() for tensor in (one, other))
     return not one.numel() or bool((one - other).abs().max() <= tolerance * other.abs().max())
+
+
+def plain_numbers(holders: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Return the numbers and tensors in plain attributes of objects, and of a module's modules, by key and path."""
+    found: dict[tuple[str, str], str] = {}
+    for key, holder in holders.items():
+        modules = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
+        for prefix, module in modules.items():
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if isinstance(value, (int, float, Tensor)):
+                    found[key, f"{prefix}.{name}" if prefix else name] = repr(value)
+    return found
 
 
 class Writes(TorchDispatchMode):

@@ -65,7 +65,7 @@ def other_columns(expected: Seen, rank: Seen, *, but_not: Seen | None = None) ->
             if isinstance(columns.get(name), list):
                 continue
             value, found = columns.get(name), rank.columns[number].get(name)
-            if _differ(found, value) and not (but_not is not None and _differ(but_not.columns[number].get(name), value)):
+            if differ(found, value) and not (but_not is not None and differ(but_not.columns[number].get(name), value)):
                 return f"the column {name} of step {number + 1} is {found} instead of {value}"
     return ""
 
@@ -74,19 +74,19 @@ def _kept_otherwise(expected: Seen, ranks: list[Seen]) -> str:
     for rank in ranks:
         for name, value in rank.kept.items():
             other = expected.kept.get(name)
-            if _differ(value, other):
+            if differ(value, other):
                 return f"the optimizer's {name} is {value} instead of {other}"
     return ""
 
 
-def _differ(one: Any, other: Any) -> bool:
+def differ(one: Any, other: Any, *, tolerance: float = _TOLERANCE) -> bool:
     """Return whether two plain values differ by more than rounding."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) != len(other) or any(map(_differ, one, other))
+        return len(one) != len(other) or any(differ(*pair, tolerance=tolerance) for pair in zip(one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() != other.keys() or any(_differ(one[key], other[key]) for key in one)
+        return one.keys() != other.keys() or any(differ(one[key], other[key], tolerance=tolerance) for key in one)
     if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) > _TOLERANCE * abs(other)
+        return abs(one - other) > tolerance * abs(other)
     return bool(one != other)
 
 

@@ -18,20 +18,18 @@ from framework.checkpoint.canonical import load_states, state_tensors
 from framework.checkpoint.format import dtype_name
 from framework.checkpoint.plain_state import NotSerializable, PlainState, plain_state_of, restore_plain
 from framework.checkpoint.training_state import TrainingState
-from framework.config.code import own_modules
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
 from framework.data.source import Source
 from framework.engine.engine import Engine
 from framework.engine.seam import Step
 from framework.engine.sums import Sums, means, with_loss_of_turn
-from framework.modules.aside import kept_aside, kept_by_modules
 from framework.modules.structure import freeze_parameters, in_eval_mode
 from framework.modules.tensors import local
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.turns import Turn
 from framework.optim.update import Update
-from framework.preflight.differences import untouched
+from framework.preflight.differences import plain_numbers, untouched
 from framework.preflight.findings import Refused, blamed
 from framework.runs.metrics_file import Row, is_curve
 from framework.runtime.exits import Unfit
@@ -40,6 +38,7 @@ from framework.training.tracking import combined
 
 SINGLE: Node = {"_target_": "framework.parallel.parallelize.parallelize"}
 _TOTAL_STEPS = 100  # of the run, for schedules and parts
+State = tuple[dict[str, Tensor], PlainState]  # the content of a checkpoint
 
 
 @contextmanager
@@ -117,16 +116,12 @@ class Player:
             what = "it has other rates each time: it draws random numbers, or depends on the time"
             raise Refused("scheduler", what, "a function of the step alone")
 
-    def attributes(self) -> dict[tuple[str, str], str]:
-        """Return what the run's objects and the user's modules keep outside of their state, by the object's key and a path."""
-        own = own_modules(self._build.config.targets())
-        holders: dict[str, Any] = {f"part.{name}": part for name, part in self.parts.by_name.items()}
-        holders |= {"task": self.task, "dataset": self._dataset, "model": self.module, "optimizer": self.update.optimizer}
+    def numbers(self) -> dict[tuple[str, str], str]:
+        """Return the numbers in plain attributes of the run's objects, by key and path: they may explain a fault."""
+        holders: dict[str, Any] = {"model": self.module, "task": self.task, "optimizer": self.update.optimizer}
         holders |= {f"metric.{name}": metric for name, metric in self._build.metrics.by_name.items()}
-        kept = {("modules", path): value for path, value in kept_by_modules(own).items()}
-        for key, holder in holders.items():
-            kept |= {(key, path): value for path, value in kept_aside(holder, own=own).items()}
-        return kept
+        holders |= {f"part.{name}": part for name, part in self.parts.by_name.items()}
+        return plain_numbers(holders)
 
     def forward_backward(self, step: Step, *, index: int) -> Sums:
         """Run the step's first turn (without turns, all parameters). All turns run in each step, even if they are not due."""
@@ -206,7 +201,8 @@ class Player:
             raise Refused("model", what, "leave modes to the loop")
         columns = self._columns("val", sums, num_samples=step.num_samples)
         with blamed("metric", "it fails on a batch of this dataset", "a metric that fits the task"):
-            row = combined(*columns, ("metric", build.metrics.compute(world=build.world)))
+            self.measured = build.metrics.compute(world=build.world)
+            row = combined(*columns, ("metric", self.measured))
         self._require_monitors(row)
         for share in shares:
             scaled = {name: value * share if isinstance(value, float) else value for name, value in row.items()}
@@ -234,7 +230,7 @@ class Player:
                 choices = f"one of {', '.join(measured)}" + (f"; {close}" if close else "")
                 raise Refused(key, f"{monitor} is not measured", choices)
 
-    def state(self) -> tuple[dict[str, Tensor], PlainState]:
+    def state(self) -> State:
         """Return the content of a checkpoint. Refused if a checkpoint cannot hold all of it."""
         with blamed("part", "its state cannot be saved", "see docs/parts.md"):
             self.parts.saving()
@@ -261,12 +257,15 @@ class Player:
 
     def restore(self, tensors: dict[str, Tensor], kept: PlainState) -> None:
         """Do in memory what `checkpoint.canonical.restore` does with a file."""
-        mine = state_tensors(self.held())
+        mine, self._late = state_tensors(self.held()), dict[str, Tensor]()
+        kinds = [{name: value.shape for name, value in held.items() if name.startswith("model/")} for held in (mine, tensors)]
+        if odd := sorted(dict(kinds[0].items() ^ kinds[1].items())):
+            what = f"{odd[0].partition('/')[2]} appears, or changes its shape, in training: no run could continue"
+            raise Refused("model", what, "make it in the constructor, in its full size")
         with blamed("model", "its state cannot be restored", "the state dict of a new model has the same names"):
             for name, tensor in mine.items():
                 if not name.startswith("part/"):
                     tensor.copy_(tensors[name])
-        self._late: dict[str, Tensor] = {}
         for name, tensor in ((name, tensor) for name, tensor in tensors.items() if name.startswith("part/")):
             if name in mine and mine[name].shape == tensor.shape:
                 mine[name].copy_(tensor)

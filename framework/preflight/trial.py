@@ -1,6 +1,8 @@
 """The first half of a rehearsal, on one process: some steps, with a save and a restore before the last, and the findings."""
 
-from typing import NoReturn
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -8,26 +10,35 @@ from torch import Tensor, nn
 from framework.build.training import Builder
 from framework.engine.forward import modules_of
 from framework.engine.seam import Step
-from framework.modules.aside import GENERATOR
 from framework.modules.structure import in_eval_mode
-from framework.preflight.continuation import AFTER, BEFORE, Computed, Continuation, validation_step
+from framework.preflight.continuation import AFTER, BEFORE, Computed, Continuation, Evaluated, Updated, validation_step
 from framework.preflight.cut import Cutting
 from framework.preflight.differences import Writes, same
+from framework.preflight.distances import differ
 from framework.preflight.findings import Finding, Refused, blamed
-from framework.preflight.player import SINGLE, Player
+from framework.preflight.player import SINGLE, Player, State
 from framework.preflight.processes import data_ranks
 from framework.preflight.training_samples import KEYED, TrainingSamples, batch_tensors, differs_when_loaded, same_tensors
 from framework.preflight.two_steps import Sketch, sketches
 
 _BUFFER = {  # the remedies for values that change from step to step
-    "model": "register_buffer() it in the model; leave it out if nothing reads it",
-    "modules": "register_buffer() it in the model, or keep it in a part",
+    "model": "register_buffer() it in the model",
     "task": "register_buffer() it in the task (an nn.Module), or in the model",
     "optimizer": "keep it in optimizer.state or in param_groups",
-    "dataset": "let a sample depend on its number and on `keys` alone",
     "metric": "a metric with a reset() that clears its whole state",
     "part": "return it from state_dict(), and restore it in load_state_dict()",
 }
+_OUTSIDE = {
+    "model": "something outside its parameters and persistent buffers",
+    "task": "something outside its buffers",
+    "optimizer": "something outside its state and its parameter groups",
+    "metric": "something from evaluation to evaluation",
+    "part": "something outside its state",
+}
+_RESTORED = "restored from a checkpoint"
+_AGING, _AGING_S = 64, 1.0  # steps before the second comparison, and seconds
+_UPDATES, _UPDATES_S = 12, 0.5  # updates after a step, for an optimizer that counts, and seconds
+_ROUNDING = 1e-4  # of a column
 _BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
 _SYNC = "use nn.BatchNorm2d, with trainer.sync_batchnorm=true"
 
@@ -71,10 +82,15 @@ class Trial:
                 raise Refused("model", f"{sparse[0]} has a sparse gradient, which is not supported", "sparse=False")
             with blamed("optimizer", "its step fails", "see the optimizer's own documentation"):
                 first.take(index)
-        changed = self._evaluate(first)
-        other.restore(*first.state())
-        self._compare(first, other, steps[_BEFORE])
-        self._compare_evaluations(first, other, changed)
+        self._evaluate(first)
+        index = _BEFORE
+        for is_aged in (False, True):
+            if is_aged:  # what matters only after many steps
+                index = self._age(first, steps[_BEFORE], first=index + 1)
+            state = first.state()
+            other.restore(*state)
+            self._compare(first, other, steps[_BEFORE], state, index=index)
+        first.parts.ended()
         return findings
 
     def _look_at_one_forward(self, step: Step) -> tuple[dict[str, Sketch], list[Finding]]:
@@ -138,79 +154,88 @@ class Trial:
             player.engine.evaluate(step)
             self.build.metrics.compute(world=self.build.world)
 
-    # --- the second step, and what it shows about the first
+    # --- the same state in this process, which has computed before, and in one that has not
 
-    def _compare(self, first: Player, other: Continuation, step: Step) -> None:
-        before, writes = first.attributes(), Writes(first.module)
+    def _compare(self, first: Player, other: Continuation, step: Step, state: State, *, index: int) -> None:
+        """Refuse what computes something else after a restore of `state`: a step, its updates, or an evaluation."""
+        self._numbers, writes = first.numbers(), Writes(first.module)
         with writes:
-            ours = Computed.of(first, first.forward_backward(step, index=_BEFORE))
-        now = first.attributes()
-        changed = [name for name, value in now.items() if before.get(name) != value]
-        theirs, restored = other.step()
-        if differing := ours.first_difference(theirs):
-            self._explain(other, changed, differing, draws=any(now[place].startswith(GENERATOR) for place in changed))
+            ours = Computed.of(first, first.forward_backward(step, index=index))
+        if differing := ours.first_difference(other.step(index)):
+            one, again = other.twice(index)
+            varies = any(not torch.equal(one[name], again[name]) for name in one)
+            how = "the same step gives different results each time" if varies else f"{_RESTORED}, it computes different results"
+            why = "it draws from its own generator, depends on the time, or counts outside of its modules" if varies else ""
+            cure = f"draw {KEYED}; register_buffer() a count" if varies else ""
+            self._refuse(first, ("model", "task"), f"{how} (first seen in {differing})", why=why, cure=cure)
         if writes.names and self.num_processes > 1:
             what = f"its forward changes {next(iter(writes.names))}, a parameter, on each process separately"
             raise Refused("model", what, "register_buffer() what has no gradient: micro-batch 0 of a step then changes it on "
                           "all processes; compute a value from its weight (torch.nn.utils.parametrize)")  # fmt: skip
-        for key, name in now:
-            if now[key, name].startswith(GENERATOR) and key == "model":
+        self._compare_updates(first, other, state, index=index)
+        self._compare_evaluations(first, other)
+        theirs = other.numbers()
+        for key, name in self._changed(first):  # it may matter only after thousands of steps
+            if first.numbers()[key, name] != theirs.get((key, name)):
                 raise Refused(
-                    key,
-                    f"{name} draws without a key, and no checkpoint holds it",
-                    f"draw {KEYED}; a generator for the constructor alone can be a local variable",
+                    key, f"{name} changes from step to step, and no checkpoint holds it", _BUFFER[key.partition(".")[0]]
                 )
-        for key, name in changed:
-            if restored.get((key, name)) != now[key, name]:
-                self._refuse_memory(key, f"{name} changes from step to step, and no checkpoint holds it")
-        self._compare_steps(first, other)
 
-    @staticmethod
-    def _refuse_memory(key: str, what: str) -> NoReturn:
-        raise Refused("model" if key == "modules" else key, what, _BUFFER[key.partition(".")[0]])
+    def _changed(self, first: Player) -> list[tuple[str, str]]:
+        return [place for place, value in first.numbers().items() if self._numbers.get(place) != value]
 
-    def _compare_steps(self, first: Player, other: Continuation) -> None:
-        """Refuse an optimizer that takes a different step after a restore, now or later."""
-        before = first.attributes()
-        first.take(_BEFORE)
-        weights, restored = other.take()
-        after = first.attributes()
-        for (key, name), value in after.items():
-            if key.startswith("part.") and before.get((key, name)) != value != restored.get((key, name)):
-                self._refuse_memory(key, f"{name} changes from step to step, and no checkpoint holds it")
-        kind = type(first.update.optimizer).__name__
-        for name, parameter in first.module.named_parameters():
-            if not same(parameter, weights[name]):
-                what = f"restored from a checkpoint, {kind} takes a different step (of {name})"
-                what += ": it keeps something outside its state and its parameter groups"
-                self._refuse_memory("optimizer", what)
-        for (key, name), value in after.items():
-            if before.get((key, name)) != value != restored.get((key, name)):
-                if key != "optimizer":
-                    self._refuse_memory(key, f"{name} changes from step to step, and no checkpoint holds it")
-                what = f"{kind} keeps {name}, which changes from step to step, outside its state and its parameter groups"
-                self._refuse_memory("optimizer", what)
+    def _age(self, player: Player, step: Step, *, first: int) -> int:
+        """Take more steps, as far as there is time, and evaluate. Return the number of the next step."""
+        until = time.thread_time() + _AGING_S  # however busy the machine is
+        for index in range(first, first + _AGING):
+            player.forward_backward(step, index=index)
+            player.take(index)
+            if time.thread_time() > until:
+                break
+        player.evaluate(validation_step(self.build), shares=())
+        return index + 1
 
-    def _explain(self, other: Continuation, changed: list[tuple[str, str]], differing: str, *, draws: bool) -> None:
-        """Refuse a model that computes something else after a restore: by the values that it keeps, or by its draws."""
-        if changed and not draws:
-            (key, name), *_ = changed
-            what = f"a step depends on {name}, which the step changes and no checkpoint holds"
-            self._refuse_memory(key, what)
-        one, again = other.twice()
-        if draws or any(not torch.equal(one[name], again[name]) for name in one):
-            what = f"the same forward gives different results each time (first seen in {differing})"
-            what += ": it draws from its own generator, depends on the time, or counts outside of its modules"
-            raise Refused("model", what, f"draw {KEYED}; register_buffer() the count")
-        what = f"restored from a checkpoint, it computes different results (first seen in {differing})"
-        what += ": it keeps something outside its parameters and persistent buffers"
-        raise Refused("model", what, "register_buffer() it")
+    def _compare_updates(self, first: Player, other: Continuation, state: State, *, index: int) -> None:
+        first.take(index)
+        ours = Updated.of(first, first.take_more(_UPDATES, first=index + 1, within_s=_UPDATES_S))
+        theirs = other.take(index, ours.num_more)
+        if differing := _other_tensor(ours.weights, theirs.weights):
+            who = [type(first.update.optimizer).__name__, *(f"part.{name}" for name in first.parts.by_name)]
+            what = f"{_RESTORED}, {' or '.join(who)} takes a different step (of {differing})"
+            self._refuse(first, ("optimizer", "part"), what)
+        if _other_column(ours.columns, theirs.columns):
+            other.restore(*state)
+            other.step(index)
+            again = other.take(index, ours.num_more).columns
+            if column := _other_column(ours.columns, theirs.columns, but_not=again):
+                self._refuse(first, ("part",), f"{_RESTORED}, its column {column} is another one")
+
+    def _compare_evaluations(self, first: Player, other: Continuation) -> None:
+        ours = Evaluated.of(first, first.evaluate(validation_step(self.build), shares=AFTER))
+        theirs = other.evaluate()
+        if differing := next((name for name in ours.sums if not same(ours.sums[name], theirs.sums[name])), ""):
+            self._refuse(first, ("model", "task"), f"{_RESTORED}, an evaluation gives a different {differing}")
+        if differing := _other_column(ours.measured, theirs.measured):
+            self._refuse(first, ("metric",), f"{_RESTORED}, an evaluation gives a different {differing}")
+        if differing := _other_tensor(ours.weights, theirs.weights):
+            self._refuse(first, ("part",), f"{_RESTORED}, after an evaluation it gives {differing} other values")
+
+    def _refuse(self, first: Player, keys: Sequence[str], what: str, *, why: str = "", cure: str = "") -> NoReturn:
+        """Refuse an object of one of these kinds, if possible with an attribute that has changed."""
+        changed = self._changed(first)
+        key, name = next((place for kind in keys for place in changed if place[0].partition(".")[0] == kind), (keys[0], ""))
+        kind = key.partition(".")[0]
+        if key == "part":
+            key = ", ".join(f"part.{part}" for part in first.parts.by_name)
+        if name:
+            why, cure = f"{name} changes, and no checkpoint holds it", _BUFFER[kind]
+        raise Refused(key, f"{what}: {why or 'it keeps ' + _OUTSIDE[kind]}", cure or _BUFFER[kind])
 
     # --- an evaluation
 
-    def _evaluate(self, player: Player) -> list[tuple[str, str]]:
-        """Evaluate a batch; return the attributes that this changes."""
-        step, places = validation_step(self.build), player.attributes()
+    def _evaluate(self, player: Player) -> None:
+        """Evaluate a batch. Refuse a model of which an evaluation changes a buffer on each process in another way."""
+        step = validation_step(self.build)
         if self.num_processes > 1:
             one, other = self._halves(step)
             after = [_buffers_after(player, steps) for steps in ([one], [other], [one, one])]
@@ -219,7 +244,6 @@ class Trial:
                     what = f"an evaluation changes its buffer {name}, on each process with its own samples"
                     raise Refused("model", what, "change it in training only (self.training)")
         player.evaluate(step, shares=BEFORE)
-        return [place for place, value in player.attributes().items() if places.get(place) != value]
 
     def _halves(self, step: Step) -> list[Step]:
         """Return two steps with different samples, if there are two samples."""
@@ -228,20 +252,19 @@ class Trial:
         parts = [first, [first, *others][-1]._replace(start=0)]
         return [step._replace(num_samples=part.num_samples, micro_batches=[part]) for part in parts]
 
-    def _compare_evaluations(self, player: Player, other: Continuation, changed: list[tuple[str, str]]) -> None:
-        """Refuse a different evaluation after a restore, and `changed` values that go on from one evaluation to the next."""
-        ours = player.evaluate(validation_step(self.build), shares=AFTER)
-        now = player.attributes()
-        theirs, restored = other.evaluate()
-        if differing := next((name for name in ours if not same(ours[name], theirs[name])), ""):
-            what = f"restored from a checkpoint, an evaluation gives a different {differing}"
-            raise Refused(
-                "model", f"{what}: it keeps something outside its parameters and persistent buffers", "register_buffer() it"
-            )
-        for key, name in changed:
-            if restored.get((key, name)) != now.get((key, name)):
-                self._refuse_memory(key, f"{name} changes from evaluation to evaluation, and no checkpoint holds it")
-        player.parts.ended()
+
+def _other_tensor(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor that differs by more than rounding; or an empty text."""
+    return next((name for name, tensor in ours.items() if not same(tensor, theirs[name])), "")
+
+
+def _other_column(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, but_not: Mapping[str, Any] | None = None) -> str:
+    """Return the first column that differs, but not one that differs also between `theirs` and `but_not`."""
+    for name in sorted(ours.keys() | theirs.keys()):
+        varies = but_not is not None and differ(theirs.get(name), but_not.get(name), tolerance=_ROUNDING)
+        if differ(ours.get(name), theirs.get(name), tolerance=_ROUNDING) and not varies:
+            return name
+    return ""
 
 
 def _buffers_after(player: Player, steps: list[Step]) -> dict[str, Tensor]:

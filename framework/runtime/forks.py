@@ -1,6 +1,7 @@
 """Forked processes: what they must not share with their parent, and where they are when they do nothing."""
 
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -83,27 +84,39 @@ def bytes_read(pid: int) -> int:
 
 
 class Idleness:
-    """How long some processes and their descendants have neither used a CPU nor read anything."""
+    """How long some processes and their descendants have neither used a CPU nor, if this counts, read anything."""
 
     _SHARE, _LOOK_S = 0.05, 0.4  # the allowed CPU share of each process that only waits or polls; seconds between two looks
+    _ASLEEP_S = 10.0
 
-    def __init__(self, pids: Sequence[int | None]) -> None:
-        self._pids = [pid for pid in pids if pid is not None]
+    def __init__(self, *, counts_reads: bool = True) -> None:
+        self._counts_reads = counts_reads
         self._busy_s, self._read = 0.0, 0
         self._looked_at = self._since = time.monotonic()
+        self._woke_at, self._slept_s = -math.inf, 0.0
 
-    def lasts_s(self) -> float:
+    def lasts_s(self, pids: Sequence[int | None]) -> float:
         """Return the seconds since the processes have last been seen to do something. Call this often."""
         now = time.monotonic()
         if now - self._looked_at < self._LOOK_S:
             return self._looked_at - self._since
-        everyone = [other for pid in self._pids for other in (pid, *descendants(pid))]
-        busy, read = sum(map(busy_s, everyone)), sum(map(bytes_read, everyone))
+        everyone = [other for pid in pids if pid is not None for other in (pid, *descendants(pid))]
+        busy, read = sum(map(busy_s, everyone)), sum(map(bytes_read, everyone)) if self._counts_reads else 0
         allowed = min(0.5, self._SHARE * len(everyone)) * (now - self._looked_at)
-        if abs(busy - self._busy_s) > allowed or read != self._read:  # less: a process has ended
+        if now - self._looked_at > self._ASLEEP_S:  # this process was stopped too
+            self._woke_at, self._slept_s = now, now - self._looked_at
+        if abs(busy - self._busy_s) > allowed or read != self._read or self._woke_at == now:  # less: a process has ended
             self._since = now
         self._busy_s, self._read, self._looked_at = busy, read, now
         return now - self._since
+
+    def slept_s(self, *, timeout_s: float) -> float:
+        """Return how long this process was stopped too, if a time-out now may have this cause. Otherwise return 0.
+
+        Causes are a suspended machine, container or job: the clocks of the collectives did not stop.
+        """
+        is_recent = time.monotonic() - self._woke_at < timeout_s + self._ASLEEP_S
+        return self._slept_s if is_recent and self._slept_s > timeout_s / 2 else 0.0
 
 
 def write_stacks_to(file: IO[Any]) -> None:

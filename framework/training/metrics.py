@@ -102,7 +102,7 @@ class Metrics:
         if not self.by_name:
             return {}
         everyone = world.agreement.to_rank_0({name: [part.state() for part in parts] for name, parts in self._parts.items()})
-        columns = world.agreement.computed_by_rank_0(lambda: self._values(everyone))
+        columns = world.agreement.on_rank_0(lambda: self._values(everyone))
         for name, metric in self.by_name.items():
             for part in self._parts[name]:
                 part.forget()

@@ -14,7 +14,6 @@ from framework.engine.sums import Sums
 from framework.modules.structure import in_eval_mode
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
-from framework.training.guard import Guard
 from framework.training.loop import Loop
 
 MOMENTS = ("begun", "step_begun", "gradients_ready", "step_taken", "row", "evaluated", "saving", "ended")
@@ -30,10 +29,8 @@ class LoopParts:
     call.
     """
 
-    def __init__(
-        self, parts: Mapping[str, Any], loop: Loop, guard: Guard, *, blame: Blame = lambda name: nullcontext()
-    ) -> None:
-        self.loop, self._guard, self._blame = loop, guard, blame
+    def __init__(self, parts: Mapping[str, Any], loop: Loop, *, blame: Blame = lambda name: nullcontext()) -> None:
+        self.loop, self._blame = loop, blame
         self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}}
         self._may_stop = any(hasattr(part, moment) for part in parts.values() for moment in _IN_STEPS)
         self._may_stop_in_rows = self._may_stop or any(hasattr(part, "row") for part in parts.values())
@@ -87,7 +84,6 @@ class LoopParts:
 
     def step_taken(self) -> None:
         self._each("step_taken")
-        self._guard.step_taken()
 
     def columns(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the columns that each part adds to a training row, with the part's key. Unfit if a value is not a number."""
@@ -132,7 +128,6 @@ class LoopParts:
 
     def saving(self) -> None:
         self._each("saving")
-        self._guard.saving()
 
     def ended(self) -> None:
         self._each("ended")

@@ -27,7 +27,7 @@ from framework.runs.metrics_file import Row, numbers_of
 from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
 from framework.training.evaluation import measure, totals
-from framework.training.guard import require_equal_trails
+from framework.training.guard import require_equal_replicas, require_equal_trails
 from framework.training.loop import finish_gradients
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
@@ -259,6 +259,7 @@ class Trainer:
             raise Unfit(f"model: {what} (let a weight of 0 or detach() switch a part off)")
         self.engine.sync_buffers()
         self.parts.saving()
+        require_equal_replicas(self.engine.module, world=self.world)
         self.tick()
         kept = plain_state_of_all(self.held, initial=self.update.initial, world=self.world)
         flush = functools.partial(self.recorder.flush, **self.summary())

@@ -109,15 +109,15 @@ def test_each_chunk_is_written_once_and_the_bytes_are_dealt_evenly() -> None:
 def test_ranks_tell_what_they_hold_only_when_it_has_changed() -> None:
     asked: list[Any] = []
 
-    def any_of(flag: bool) -> bool:
+    def distinct(flag: bool) -> dict[int, bool]:
         asked.append(flag)
-        return flag
+        return {0: flag}
 
     def dealt(value: Any, deal: Any) -> Any:
         asked.append(value)
         return deal([value, value])[1]
 
-    plan = WritePlan(SimpleNamespace(agreement=SimpleNamespace(any=any_of, scatter_plan=dealt)))  # type: ignore[arg-type]
+    plan = WritePlan(SimpleNamespace(agreement=SimpleNamespace(distinct=distinct, scatter_plan=dealt)))  # type: ignore[arg-type]
     first = plan.mine(TENSORS)
     assert 0 < len(first) < len(TENSORS) and len(asked) == 2
     assert plan.mine(TENSORS).keys() == first.keys() and asked[2:] == [False]

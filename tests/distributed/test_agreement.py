@@ -59,15 +59,6 @@ def test_long_arrays_and_tensors_are_compared_whole(tmp_path: Path) -> None:
     assert on_ranks(2, act, scratch=tmp_path) == [[1, 1, 2, 2, 2, 2]] * 2
 
 
-def test_what_one_rank_sends_another_receives(tmp_path: Path) -> None:
-    def act(world: World) -> Any:
-        if world.rank == 1:
-            world.agreement.send(torch.arange(4), to=0)
-        return world.agreement.receive(torch.zeros(4, dtype=torch.long), source=1).tolist() if world.rank == 0 else None
-
-    assert on_ranks(2, act, scratch=tmp_path) == [[0, 1, 2, 3], None]
-
-
 def test_a_flag_of_any_rank_is_seen_by_all_at_the_next_call(tmp_path: Path) -> None:
     def act(world: World) -> Any:
         raised = [(False, False), (world.rank == 1, False), (False, world.rank == 0), (False, False)]
@@ -142,23 +133,14 @@ def test_rank_0_judges_what_differs_and_all_ranks_learn_the_end(tmp_path: Path) 
                 raise NoValidCheckpoint(f"seven, among {sorted(of_ranks)}")
             return sorted(of_ranks.values())
 
-        found = [agreement.decide_on_rank_0(1, judge), agreement.decide_on_rank_0(world.rank, judge)]
+        found = [agreement.judged(1, judge), agreement.judged(world.rank, judge)]
         for value in (7, world.rank + 5):
             with pytest.raises(NoValidCheckpoint, match="seven") as end:
-                agreement.decide_on_rank_0(value, judge)
+                agreement.judged(value, judge)
             found.append(str(end.value))
         return found
 
     assert on_ranks(3, act, scratch=tmp_path) == [[[1], [0, 1, 2], "seven, among [0]", "seven, among [0, 1, 2]"]] * 3
-
-
-def test_the_largest_number_and_any_flag_are_known_to_all(tmp_path: Path) -> None:
-    def act(world: World) -> Any:
-        agreement = world.agreement
-        return agreement.largest(-2.0 - world.rank), agreement.any(world.rank == 1), agreement.any(False)
-
-    assert on_ranks(3, act, scratch=tmp_path) == [(-2.0, True, False)] * 3
-    assert World.alone().agreement.largest(3) == 3 and not World.alone().agreement.any(False)
 
 
 def test_a_disk_that_refuses_one_rank_fails_all_of_them(tmp_path: Path) -> None:
@@ -215,6 +197,6 @@ def test_one_process_agrees_with_itself_at_once(alone: World) -> None:
     assert agreement.any_flags(True, False) == [True, False]
     assert agreement.sum(torch.tensor(2.0)).item() == 2.0
     assert agreement.all_or_fail(lambda: 7, what="") == agreement.on_rank_0(lambda: 7, what="") == 7
-    assert agreement.to_rank_0(7) == [7] and agreement.decide_on_rank_0(7, len) == 1
+    assert agreement.to_rank_0(7) == [7] and agreement.judged(7, len) == 1
     agreement.barrier()
     agreement.finish()

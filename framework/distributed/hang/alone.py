@@ -3,37 +3,37 @@
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.distributed.hang.board import Board, BoardView
-from framework.distributed.hang.diagnose import look
-from framework.distributed.hang.stillness import Stillness
+from framework.distributed.hang.board import Board, OwnBoard
+from framework.distributed.hang.diagnose import look, stillness_s
+from framework.runtime.forks import Idleness
 
-_LOOK_S = 1.0
 _DEBUGGERS = ("/pdb.py", "/bdb.py")  # in a debugger, a person may need any amount of time
 
 
 @contextmanager
-def watched_alone(*, timeout_s: float, on_hang: Callable[[str], None]) -> Iterator[Board | None]:
+def watched_alone(*, timeout_s: float, on_hang: Callable[[str], None]) -> Iterator[OwnBoard | None]:
     """Yield the board of the only rank. A thread calls `on_hang` with the verdict if the rank does nothing for `timeout_s`.
 
     Yield None if there is no folder for temporary files.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="steadfast_board_") as folder:
-            board = Board(Path(folder, "board"), rank=0, local_rank=0, num_local=1)
-            view = BoardView(Path(folder, "board"), first_rank=0, num_local=1)
+            board = OwnBoard(Path(folder, "board"), rank=0, local_rank=0, num_local=1)
+            view = Board(Path(folder, "board"), first_rank=0, num_local=1)  # in which the rank is one of the others
     except OSError:
         yield None
         return
     is_over = threading.Event()
 
     def watch() -> None:
-        stillness = Stillness()
-        while not is_over.wait(_LOOK_S):
-            if stillness.lasts_s(view.everyone()) > timeout_s and not _is_debugged():
+        idleness = Idleness(counts_reads=False)  # this thread itself reads
+        while not is_over.wait(1.0):
+            if stillness_s(view, idleness) > timeout_s and not _is_debugged():
                 on_hang(look(view, timeout_s=timeout_s, spans_nodes=False))
                 return
 
@@ -49,12 +49,5 @@ def watched_alone(*, timeout_s: float, on_hang: Callable[[str], None]) -> Iterat
 
 
 def _is_debugged() -> bool:
-    if "pydevd" in sys.modules:
-        return True
-    for frame in sys._current_frames().values():
-        inner: object = frame
-        while inner is not None:
-            if inner.f_code.co_filename.endswith(_DEBUGGERS):  # type: ignore[attr-defined]
-                return True
-            inner = inner.f_back  # type: ignore[attr-defined]
-    return False
+    stacks = map(traceback.extract_stack, sys._current_frames().values())
+    return "pydevd" in sys.modules or any(frame.filename.endswith(_DEBUGGERS) for stack in stacks for frame in stack)

@@ -7,15 +7,16 @@ import os
 import signal
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-DUMP = signal.SIGRTMIN + 7  # makes a rank write its stacks; it is not a signal that stops a run
-
+_DUMP = signal.SIGRTMIN + 7  # makes a rank write its stacks; it is not a signal that stops a run
 _STACK_BYTES = 1 << 21  # enough for 100 threads of 100 frames each, which is faulthandler's limit
 _VERDICT_BYTES = 1 << 16
-_SLOT = struct.Struct("=iiqddqq16s")  # the fields of RankSlot after the first
+_SLOT = struct.Struct("=iqddqq16s")  # the fields of RankSlot after the first two
 
 
 class RankState(IntEnum):
@@ -33,13 +34,13 @@ class RankSlot(NamedTuple):
 
     local_rank: int
     rank: int
-    pid: int
-    state: RankState
-    since: float  # of its report: seconds of the monotonic clock, which a machine's processes share; 0 without a report
-    beat_at: float  # of its latest heartbeat, or its start
-    num_beats: int
-    step: int
-    phase: str
+    state: RankState = RankState.ABSENT
+    pid: int = 0
+    since: float = 0.0  # of its report: seconds of the monotonic clock, which a machine's processes share; 0 without a report
+    beat_at: float = 0.0  # of its latest heartbeat, or its start
+    num_beats: int = 0
+    step: int = 0
+    phase: str = ""
 
     @property
     def has_reported(self) -> bool:
@@ -52,23 +53,20 @@ class RankSlot(NamedTuple):
         return f"in step {self.step} ({self.phase})" if self.step else f"in {self.phase}"
 
 
-class BoardView:
-    """The slots of a node's ranks, as any process of the node sees them.
+class Board:
+    """The slots of a node's ranks, the verdict, and space for a stack of each rank, as any process of the node sees them.
 
-    The file contains the slots, the verdict, and space for a stack of each rank. Once every rank has opened the file, the file
-    may be deleted.
+    Once every rank has opened the file, the file may be deleted.
     """
 
-    local_rank = -1  # the number for a process that is not a rank
+    mine: RankSlot | None = None  # of a rank, which writes its own slot
+    has_judged = False  # whether this process has posted the verdict
 
-    def __init__(self, path: Path, *, first_rank: int, num_local: int) -> None:
-        """Open the board. Raise FileNotFoundError if no rank has made the file. `first_rank` is the rank of local rank 0."""
-        self._set_up(os.open(path, os.O_RDWR), first_rank=first_rank, num_local=num_local)
-
-    def _set_up(self, descriptor: int, *, first_rank: int, num_local: int) -> None:
-        self.num_local, self.leads = num_local, False
-        self._first_rank, self._descriptor = first_rank, descriptor
-        os.ftruncate(descriptor, _stack_at(num_local, num_local))
+    def __init__(self, path: Path, *, first_rank: int, num_local: int, is_made: bool = True) -> None:
+        """Open the board. Raise FileNotFoundError if no rank has made it. `first_rank` is the rank of local rank 0."""
+        self.num_local, self._first_rank = num_local, first_rank
+        self._descriptor = os.open(path, os.O_RDWR | (0 if is_made else os.O_CREAT), 0o600)
+        os.ftruncate(self._descriptor, self._stack_at(num_local))
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -77,82 +75,83 @@ class BoardView:
         return [self.slot(local_rank) for local_rank in range(self.num_local)]
 
     def others(self) -> list[RankSlot]:
-        return [self.slot(local_rank) for local_rank in range(self.num_local) if local_rank != self.local_rank]
+        return [slot for slot in self.everyone() if self.mine is None or slot.local_rank != self.mine.local_rank]
 
     def slot(self, local_rank: int) -> RankSlot:
-        fields = _SLOT.unpack(os.pread(self._descriptor, _SLOT.size, local_rank * _SLOT.size))
-        rank, pid, state, since, beat_at, num_beats, step, phase = fields
-        if state == RankState.ABSENT:  # an absent rank's slot is empty; launchers number a node's ranks without a gap
-            rank = self._first_rank + local_rank
-        text = phase.rstrip(b"\0").decode()
-        return RankSlot(local_rank, rank, pid, RankState(state), since, beat_at, num_beats, step, text)
+        # launchers number a node's ranks without a gap
+        state, *fields, phase = _SLOT.unpack(os.pread(self._descriptor, _SLOT.size, local_rank * _SLOT.size))
+        values = local_rank, self._first_rank + local_rank, RankState(state), *fields, phase.rstrip(b"\0").decode()
+        return RankSlot._make(values)
 
     def stack(self, local_rank: int) -> str:
         """Return the stack that a rank has written so far."""
-        return _text_at(self._descriptor, _stack_at(local_rank, self.num_local), _STACK_BYTES)
+        return self._text(self._stack_at(local_rank), _STACK_BYTES)
 
-    def try_lead(self) -> bool:
-        """Try to become the leader, which finds the verdict. Fail if a living process leads, or if the verdict is known."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        self.leads = not self.verdict
-        return self.leads
-
-    def stop_leading(self) -> None:
-        self.leads = False
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+    @property
+    def verdict(self) -> str:
+        """The verdict, or an empty string."""
+        return self._text(self.num_local * _SLOT.size, _VERDICT_BYTES)
 
     def post(self, verdict: str) -> None:
         text, at = verdict.encode()[: _VERDICT_BYTES - 1], self.num_local * _SLOT.size
         os.pwrite(self._descriptor, text[1:], at + 1)
         os.pwrite(self._descriptor, text[:1], at)  # write the first byte last: before it, the verdict is empty
+        self.has_judged = True
 
-    @property
-    def verdict(self) -> str:
-        """The leader's verdict, or an empty string."""
-        return _text_at(self._descriptor, self.num_local * _SLOT.size, _VERDICT_BYTES)
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Yield whether no other living process is inside this context."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                yield True
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            return
+        yield False
+
+    def _text(self, at: int, size: int) -> str:
+        return os.pread(self._descriptor, size, at).partition(b"\0")[0].decode(errors="replace")
+
+    def _stack_at(self, local_rank: int) -> int:
+        return self.num_local * _SLOT.size + _VERDICT_BYTES + local_rank * _STACK_BYTES
 
 
-class Board(BoardView):
-    """This rank's own slot, which it writes, and the slots of the others. A heartbeat takes two microseconds."""
+class OwnBoard(Board):
+    """The board of a rank, which writes its own slot. A heartbeat takes two microseconds."""
+
+    mine: RankSlot
 
     def __init__(self, path: Path, *, rank: int, local_rank: int, num_local: int) -> None:
-        self.local_rank = local_rank
-        self._set_up(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), first_rank=rank - local_rank, num_local=num_local)
+        super().__init__(path, first_rank=rank - local_rank, num_local=num_local, is_made=False)
         # the handler is in C: it also works if a loop in C never returns to Python
         self._stack = open(path, "r+b", buffering=0)
-        self._stack.seek(_stack_at(local_rank, num_local))
-        faulthandler.register(DUMP, file=self._stack, all_threads=True)
-        self.mine = RankSlot(local_rank, rank, os.getpid(), RankState.RUNNING, 0.0, time.monotonic(), 0, 0, "")
-        self._write()
+        self._stack.seek(self._stack_at(local_rank))
+        faulthandler.register(_DUMP, file=self._stack, all_threads=True)
+        self._write(RankSlot(local_rank, rank, RankState.RUNNING, os.getpid(), beat_at=time.monotonic()))
 
     def close(self) -> None:
-        faulthandler.unregister(DUMP)
+        faulthandler.unregister(_DUMP)
         self._stack.close()
         super().close()
 
     def beat(self, phase: str, *, step: int) -> None:
         """Record that this rank starts `phase` (at most 16 characters) of a step."""
-        self.mine = self.mine._replace(beat_at=time.monotonic(), num_beats=self.mine.num_beats + 1, step=step, phase=phase)
-        self._write()
+        mine = self.mine
+        self._write(mine._replace(beat_at=time.monotonic(), num_beats=mine.num_beats + 1, step=step, phase=phase))
 
     def report(self, state: RankState, *, stack: str) -> None:
-        """Record how this rank's work has ended, and where."""
-        if not self.stack(self.local_rank):
-            at = _stack_at(self.local_rank, self.num_local)
-            os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], at)
-        self.mine = self.mine._replace(since=time.monotonic(), state=state)
-        self._write()
+        """Record how this rank's work has ended, and where. Only the first report counts."""
+        if self.mine.has_reported:
+            return
+        if not self.stack(self.mine.local_rank):
+            os.pwrite(self._descriptor, stack.encode()[: _STACK_BYTES - 1], self._stack_at(self.mine.local_rank))
+        self._write(self.mine._replace(since=time.monotonic(), state=state))
 
-    def _write(self) -> None:
-        *_, phase = fields = self.mine[1:]
-        os.pwrite(self._descriptor, _SLOT.pack(*fields[:-1], phase.encode()), self.local_rank * _SLOT.size)
-
-
-def _stack_at(local_rank: int, num_local: int) -> int:
-    return num_local * _SLOT.size + _VERDICT_BYTES + local_rank * _STACK_BYTES
+    def _write(self, mine: RankSlot) -> None:
+        self.mine = mine
+        _, _, *fields, phase = mine
+        os.pwrite(self._descriptor, _SLOT.pack(*fields, phase.encode()), mine.local_rank * _SLOT.size)
 
 
 def request_stacks(pid: int) -> None:
@@ -160,22 +159,6 @@ def request_stacks(pid: int) -> None:
 
     The signal goes to the main thread of the rank. Another thread would write only after the main thread had continued.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "tgkill"):  # since glibc 2.30
-        libc.tgkill(pid, pid, DUMP)
-    else:
-        os.kill(pid, DUMP)
-    os.kill(pid, signal.SIGCONT)
-
-
-def posted_verdict(path: Path, *, num_local: int) -> str:
-    """Return the verdict on the board at `path`, or an empty string if there is none. For a process that is not a rank."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return _text_at(file.fileno(), num_local * _SLOT.size, _VERDICT_BYTES)
-    except FileNotFoundError:
-        return ""
-
-
-def _text_at(descriptor: int, at: int, size: int) -> str:
-    return os.pread(descriptor, size, at).partition(b"\0")[0].decode(errors="replace")
+    with suppress(ProcessLookupError):
+        ctypes.CDLL(None).tgkill(pid, pid, _DUMP)  # since glibc 2.30
+        os.kill(pid, signal.SIGCONT)

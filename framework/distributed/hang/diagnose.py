@@ -8,13 +8,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from framework.distributed.hang.board import Board, BoardView, RankSlot, RankState, request_stacks
+from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
-from framework.runtime.forks import busy_s, stat_of
+from framework.runtime.forks import Idleness, busy_s, stat_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -42,8 +41,7 @@ def own_frame(text: str) -> Frame | None:
     return next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """A rank's place in the program, and its activity."""
 
     slot: RankSlot
@@ -97,44 +95,35 @@ _LATE_S = 0.5
 _SETTLED_S = 0.2  # a stack that has not grown for this time is complete
 
 
-def report_error(board: Board, error: Exception) -> None:
-    """Record on the board how this rank's work has ended. Only the first report counts."""
+def report_error(board: OwnBoard, error: Exception) -> None:
+    """Record on the board how this rank's work has ended."""
     state = RankState.TIMED_OUT if is_timeout(error) else RankState.LOST_PEER if is_lost_peer(error) else RankState.FAILED
-    if board.mine.state is RankState.RUNNING:
-        board.report(state, stack="".join(traceback.format_exception(error)))
+    board.report(state, stack="".join(traceback.format_exception(error)))
 
 
-def settle(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
+def settle(board: OwnBoard, *, timeout_s: float, spans_nodes: bool) -> str:
     """Return the verdict if this rank's error is part of a hang. Return an empty string for an ordinary error.
 
-    Every rank that has reported its error calls this. The first rank that has timed out becomes the leader. It makes the
-    silent ranks write their stacks, writes all stacks into the log, and posts the verdict. The other ranks wait for the
-    verdict. The leader keeps the lead.
+    Every rank that has reported its error calls this.
     """
     if board.mine.state is RankState.LOST_PEER:
         # gloo closes the connections of a rank that has timed out: find out if it was a time-out or the end of the peer
         _wait(lambda: _has_ended(board) or _has_timed_out(board), at_most_s=_TO_LOSE_S)
-    if board.mine.state is not RankState.TIMED_OUT and not (board.mine.state is RankState.LOST_PEER and _has_timed_out(board)):
-        return ""
-    while not board.verdict:
-        if board.try_lead() and not _lead(board, timeout_s=timeout_s, spans_nodes=spans_nodes):
-            board.stop_leading()  # the next rank must find the same result
-            return ""
-        time.sleep(0.02)
-    return board.verdict
+    is_part = board.mine.state is RankState.TIMED_OUT or (board.mine.state is RankState.LOST_PEER and _has_timed_out(board))
+    return look(board, timeout_s=timeout_s, spans_nodes=spans_nodes) if is_part else ""
 
 
-def look(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> str:
-    """Return who hangs, for a process that is not a rank. Post this verdict. Return an empty string if a rank has ended.
+def look(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
+    """Return which rank of this node hangs. Return an empty string if a rank has ended: this is not a hang.
 
-    The end of a rank is not a hang. Call this if no rank can find the verdict, or if ranks of another node wait for this node.
+    The first process that calls this finds the verdict: it makes the silent ranks write their stacks, writes all stacks into
+    the log, and posts the verdict. The other processes wait for the verdict. A process that is not a rank calls this if no
+    rank can find the verdict, or if ranks of another node wait for this node.
     """
     while not board.verdict:
-        if board.try_lead():
-            found = _lead(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
-            board.stop_leading()
-            if not found:
-                return ""
+        with board.alone() as is_first:
+            if is_first and not board.verdict and not _judge_all(board, timeout_s=timeout_s, spans_nodes=spans_nodes):
+                return ""  # the next process finds the same result
         time.sleep(0.02)
     return board.verdict
 
@@ -147,11 +136,18 @@ def kill_silent(board: Board) -> None:
                 os.kill(slot.pid, signal.SIGKILL)
 
 
-def _has_timed_out(board: BoardView) -> bool:
+def stillness_s(board: Board, idleness: Idleness) -> float:
+    """Return for how many seconds all ranks of this node have done nothing: no beat, no error, no use of a CPU."""
+    slots = board.everyone()
+    latest = max(max(slot.beat_at, slot.since) for slot in slots)
+    return min(time.monotonic() - latest, idleness.lasts_s([slot.pid for slot in slots if slot.pid]))
+
+
+def _has_timed_out(board: Board) -> bool:
     return any(slot.state is RankState.TIMED_OUT for slot in board.others())
 
 
-def _has_ended(board: BoardView) -> bool:
+def _has_ended(board: Board) -> bool:
     started = [slot for slot in board.others() if slot.state is not RankState.ABSENT]
     return any(slot.state is RankState.FAILED or _process_state(slot) in ("", "Z", "X") for slot in started)
 
@@ -165,12 +161,13 @@ def _process_state(slot: RankSlot) -> str:
     return (stat_of(slot.pid) or [""])[0]
 
 
-def _lead(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> bool:
+def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     """Find the rank that hangs, log it and post the verdict. Return False if a rank has ended: then no rank hangs."""
     started_at, busy = time.monotonic(), {slot.local_rank: busy_s(slot.pid) for slot in board.others()}
     _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
     if _has_ended(board):
         return False
+    gave_up = [slot.since for slot in board.everyone() if slot.state is RankState.TIMED_OUT]
     silent = {slot.local_rank: slot for slot in board.others() if not slot.has_reported}
     stopped = [local_rank for local_rank, slot in silent.items() if _is_stopped(slot)]
     _dump([slot for slot in silent.values() if slot.pid], board)
@@ -178,28 +175,19 @@ def _lead(board: BoardView, *, timeout_s: float, spans_nodes: bool) -> bool:
     seen = []
     for local_rank in range(board.num_local):
         # use a silent rank's earlier slot: a rank that was stopped continues until it is killed
-        slot, stack = silent.get(local_rank, board.slot(local_rank)), board.stack(local_rank)
+        slot, stack, manner = silent.get(local_rank, board.slot(local_rank)), board.stack(local_rank), ""
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"
         elif local_rank in silent:
-            computes = (busy_s(slot.pid) - busy[local_rank]) / elapsed_s > 0.5
-            manner = _manner(slot, stack, computes=computes)
-        else:
-            manner = _lateness(slot, board)
+            manner = _manner(slot, stack, computes=(busy_s(slot.pid) - busy[local_rank]) / elapsed_s > 0.5)
+        elif slot.state is RankState.LOST_PEER and gave_up and (late_s := slot.since - min(gave_up)) > _LATE_S:
+            manner = f"came {late_s:.1f} seconds after the others had given up"
         seen.append(RankReport(slot, stack, manner))
     verdict = judge(seen, timeout_s=timeout_s, spans_nodes=spans_nodes)
     for one in seen:
         log.to_files(f"rank {one.slot.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}")
     board.post(verdict)
     return True
-
-
-def _lateness(slot: RankSlot, board: BoardView) -> str:
-    """Return how late a rank was. A rank that waits in time loses its connections when another rank gives up."""
-    gave_up = [p.since for p in board.everyone() if p.state is RankState.TIMED_OUT and p.since <= slot.since]
-    if slot.state is RankState.LOST_PEER and gave_up and slot.since - max(gave_up) > _LATE_S:
-        return f"came {slot.since - max(gave_up):.1f} seconds after the others had given up"
-    return ""
 
 
 def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
@@ -214,10 +202,9 @@ def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
     return "" if waits_for_others else "waits, but not for the other ranks"
 
 
-def _dump(slots: list[RankSlot], board: BoardView) -> None:
+def _dump(slots: list[RankSlot], board: Board) -> None:
     for slot in slots:
-        with suppress(ProcessLookupError):
-            request_stacks(slot.pid)
+        request_stacks(slot.pid)
     deadline, before = time.monotonic() + _TO_DUMP_S, [""]
     while time.monotonic() < deadline:
         now = [board.stack(slot.local_rank) for slot in slots]
