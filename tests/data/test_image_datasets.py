@@ -17,7 +17,6 @@ from framework.data.image_folder import ImageFolder, decode_image
 from framework.data.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
 from framework.data.shared import arrays_of
 from framework.data.source import Arrays, Files, Source
-from framework.runtime.torchvision_fix import make_torchvision_importable
 
 SPLITS = ("train", "val", "test")
 
@@ -27,11 +26,6 @@ def everything(source: Source) -> tuple[np.ndarray, np.ndarray]:
 
 
 # published sets
-
-
-@pytest.fixture(autouse=True, scope="module")
-def importable() -> None:
-    make_torchvision_importable()
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
