@@ -182,7 +182,7 @@ def process_identity(pid: int | None = None) -> dict[str, Any]:
 
 
 def is_alive(holder: dict[str, Any]) -> bool | None:
-    """Return whether the holder lives; None if it was not a process of this machine and this container, so nobody here knows."""
+    """Return whether the holder lives; None if it was no process of this machine and this container: nobody here knows."""
     here = process_identity()
     if not here or any(holder.get(key) != here[key] for key in ("boot", "container")):
         return None
