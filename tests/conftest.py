@@ -23,7 +23,7 @@ CACHE = tempfile.TemporaryDirectory(prefix="steadfast_cache_")
 os.environ["STEADFAST_CACHE"] = CACHE.name
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(MACHINE)
-import sitecustomize  # noqa: E402, F401  # of this folder, unless this Python has one
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of this folder, unless this Python has one
 
 LONG = (
     "test_tutorial",

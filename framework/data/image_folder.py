@@ -11,8 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from framework.data.decode import SUFFIXES, decode_image
-from framework.data.source import SPLITS, Arrays, Files, Images, Source, Split, require_at_least
+from framework.data.source import SPLITS, SUFFIXES, Arrays, Files, Images, Source, Split, decode_image, require_at_least
 
 STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}  # of ImageNet
 CARVED: dict[str, range] = {"val": range(10), "test": range(10, 20)}  # percent of train, if the folder is missing

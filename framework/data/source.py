@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 
-from framework.data.decode import SUFFIXES, decode_image
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # of images
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _VECTORISED: set[Any] = set()  # the functions, not an attribute: functools.wraps would copy an attribute to a wrapper
 
@@ -216,6 +215,19 @@ class Windows:
         # a view: only the requested windows are read, also from a memory-mapped file
         windows = np.lib.stride_tricks.sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
         return windows[indices]
+
+
+def decode_image(path: str | Path, *, image_size: int, in_channels: int) -> np.ndarray:
+    """Read an image as uint8 (C, image_size, image_size): its centre square, resized bilinearly."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert("L" if in_channels == 1 else "RGB")
+    except (OSError, Image.DecompressionBombError) as error:  # not all of PIL's errors about content name the file
+        raise ValueError(f"{path} cannot be read as an image: {error} (remove or replace it)") from error
+    pixels = np.asarray(ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR))
+    return pixels[None] if in_channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -109,7 +109,7 @@ class Objects:
         def create() -> None:
             if self._has_folders:
                 self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-                with self._fs.open(path, "xb") as file:
+                with self._fs.open(path, "xb") as file:  # its pipe_file looks first and then writes
                     file.write(content)
             else:
                 self._fs.pipe_file(path, content, mode="create")

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from framework.data import published
-from framework.data.image_folder import ImageFolder, decode_image
+from framework.data.image_folder import ImageFolder
 from framework.data.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
 from framework.data.shared import arrays_of
-from framework.data.source import Arrays, Files, Source
+from framework.data.source import Arrays, Files, Source, decode_image
 
 SPLITS = ("train", "val", "test")
 
