@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from framework.data.source import Source, Split, require_at_least
+from framework.data.source import NotNegative, Source, Split
 from framework.randomness import permutation
 from framework.runtime.log import LOGGER
 
@@ -31,14 +31,11 @@ class MapStyle:
     collate: Any = None  # turns a list of samples into a batch; None = torch's default
     on_error: Literal["raise", "skip"] = "raise"  # for a damaged sample: skip uses the next sample instead
     facts: Mapping[str, int] = field(default_factory=dict)
-    num_workers: int = 0
+    num_workers: NotNegative = 0
 
     def __post_init__(self) -> None:
-        require_at_least(0, self, "num_workers")
         if (self.inputs is None) != (self.targets is None):
             raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
-        if self.on_error not in ("raise", "skip"):
-            raise ValueError(f"dataset.on_error={self.on_error}: must be raise or skip")
         if self.shares.keys() - {"val", "test"} or not 0 < sum(self.shares.values()) < 1:
             raise ValueError(f"dataset.shares={dict(self.shares)}: must be shares of val and test, less than 1 together")
 

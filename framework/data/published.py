@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from framework.data.source import Arrays, Images, Split, require_at_least
+from framework.data.source import Arrays, AtLeastOne, Images, Split
 from framework.runtime.exits import error_text
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # the package dataset-fashion-mnist
@@ -25,11 +25,7 @@ class _Published(Images):
 
     root: str = "data"
     download: bool = False
-    num_val: int = 5000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(1, self, "num_val")
+    num_val: AtLeastOne = 5000
 
     @property
     def there(self) -> Path:

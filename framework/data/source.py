@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
+from annotated_types import Ge
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # of images
+AtLeastOne = Annotated[int, Ge(1)]  # the check of the configuration refuses other values
+NotNegative = Annotated[int, Ge(0)]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _VECTORISED: set[Any] = set()  # the functions, not an attribute: functools.wraps would copy an attribute to a wrapper
 
@@ -79,8 +82,8 @@ class Selected:
 class Dataset(Protocol):
     """The class that a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file.
 
-    The top of its module may import only the standard library and numpy; torch and similar libraries are imported inside
-    functions. The preflight imports the module to call `problems()`, which must not take seconds.
+    The top of its module may import only the standard library, numpy and annotated_types; torch and similar libraries are
+    imported inside functions. The preflight imports the module to call `problems()`, which must not take seconds.
     """
 
     num_workers: int
@@ -124,10 +127,7 @@ class Images:
     flip = True  # half of the augmented images are mirrored
 
     augment: bool = False
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(0, self, "num_workers")
+    num_workers: NotNegative = 0
 
     @vectorised
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
@@ -156,12 +156,8 @@ class TokenSequences:
 
     task = "language_modeling"
 
-    seq_len: int = 128
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "seq_len")
-        require_at_least(0, self, "num_workers")
+    seq_len: AtLeastOne = 128
+    num_workers: NotNegative = 0
 
     @vectorised
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
@@ -264,11 +260,3 @@ def contiguous_split(length: int, split: Split) -> slice:
     bounds = [0, length * 90 // 100, length * 95 // 100, length]
     part = SPLITS.index(split)
     return slice(bounds[part], bounds[part + 1])
-
-
-def require_at_least(minimum: int, dataset: object, *names: str) -> None:
-    """Raise ValueError for the first of these dataset arguments that is smaller than `minimum`; null is accepted."""
-    for name in names:
-        value = getattr(dataset, name)
-        if value is not None and value < minimum:
-            raise ValueError(f"dataset.{name}={value}: is out of range (at least {minimum})")

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from framework.data.source import SPLITS, Split, TokenSequences, Windows, contiguous_split, num_windows, require_at_least
+from framework.data.source import SPLITS, AtLeastOne, Split, TokenSequences, Windows, contiguous_split, num_windows
 
 NUM_CHECKED = 2**20  # tokens at each end of each file that the preflight checks, in milliseconds
 
@@ -25,13 +25,7 @@ class Tokens(TokenSequences):
     root: str = "data"
     source: str | None = None
     dtype: Literal["uint16", "uint32"] = "uint16"
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(1, self, "vocab_size")
-        if self.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dataset.dtype={self.dtype}: must be uint16 or uint32")
+    vocab_size: AtLeastOne | None = None
 
     @property
     def info(self) -> Mapping[str, int]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import yaml
 
+from framework.config.folders import option_node
+from framework.config.validation import component_problems
 from framework.data.digits import Digits
 from framework.data.shared import arrays_of
 from framework.data.source import Arrays, Source, Windows
@@ -78,8 +80,9 @@ print([name for name in ("torch", "torchvision", "PIL") if name in sys.modules])
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_negative_num_workers_are_refused(option: str):
-    with pytest.raises(ValueError, match=r"dataset\.num_workers=-1: .*at least 0"):
-        dataset_class(option)(num_workers=-1)
+    node = {"_target_": option_node("dataset", option)["_target_"], "num_workers": -1}
+    (problem,) = component_problems("dataset", node, known=[])
+    assert str(problem) == "dataset.num_workers: -1 is out of range (at least 0)"
 
 
 # Sources
