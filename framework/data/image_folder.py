@@ -60,8 +60,6 @@ class ImageFolder(Images):
         return problems
 
     def load(self, split: Split) -> Source:
-        if problems := self.problems():
-            raise ValueError(problems[0])
         samples = list(self._samples(split))
         decode = partial(decode_image, image_size=self.image_size, in_channels=self.in_channels)
         files = Files([path for path, _ in samples], np.array([label for _, label in samples], dtype=np.int64), decode)

@@ -15,8 +15,10 @@ from framework.randomness import key, seeded
 def load_split(dataset: Dataset, split: Split, *, seed: int) -> Source:
     """Load a split. Its draws depend only on the run's seed, so its samples do not depend on which split is used first.
 
-    All splits get the same draws: disjoint parts of one permutation stay disjoint.
+    All splits get the same draws: disjoint parts of one permutation stay disjoint. ValueError if the dataset has a problem.
     """
+    if problems := dataset.problems():
+        raise ValueError(problems[0])
     with seeded(key(seed, "split")):
         return dataset.load(split)
 

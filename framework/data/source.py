@@ -102,7 +102,7 @@ class Dataset(Protocol):
         ...
 
     def load(self, split: Split) -> Source:
-        """Load one split. ValueError if a file is damaged or the split has no sample."""
+        """Load one split of a dataset without problems. ValueError if a file is damaged or the split has no sample."""
         ...
 
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:

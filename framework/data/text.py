@@ -66,8 +66,6 @@ class Text(TokenSequences):
         return []
 
     def load(self, split: Split) -> Windows:
-        if problems := self.problems():
-            raise ValueError(problems[0])
         content = bytearray()
         for path in self._files():
             content += path.read_bytes()
