@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
@@ -41,11 +42,11 @@ def is_in_memory(source: Any) -> bool:
     stored = getattr(source, "selected_from", source)
     if not is_vectorised(stored.gather) or hasattr(stored, "sample"):
         return False
-    return all(type(value) is np.ndarray or isinstance(value, (int, float, str)) for value in vars(stored).values())
+    return all(type(value) is np.ndarray or isinstance(value, (int, float, str, NoneType)) for value in vars(stored).values())
 
 
 class Source(Protocol):
-    """One loaded split: a dataclass; the processes of a node share its arrays."""
+    """One loaded split."""
 
     def __len__(self) -> int: ...
 
@@ -192,6 +193,7 @@ class Windows:
 
     tokens: np.ndarray
     seq_len: int
+    vocab_size: int | None = None  # if the ids may be wrong: each batch is checked
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -204,6 +206,9 @@ class Windows:
     @vectorised
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         batch = self.windows(indices)
+        if self.vocab_size is not None and (largest := batch.max(initial=0)) >= self.vocab_size:
+            file = getattr(self.tokens, "filename", "the text")
+            raise ValueError(f"{file} has token id {largest}: dataset.vocab_size={self.vocab_size} must be larger")
         return batch[:, :-1], batch[:, 1:]
 
     def windows(self, indices: np.ndarray) -> np.ndarray:
@@ -232,7 +237,7 @@ class Files:
 
     paths: Sequence[str]  # a million strings take half the memory of Path objects
     targets: np.ndarray
-    decode: Callable[[str], np.ndarray]  # of one file; it must be picklable, for loader processes
+    decode: Callable[[str], np.ndarray]  # of one file
 
     def __post_init__(self) -> None:
         _require_pairs(self.paths, self.targets, what="files")

@@ -16,7 +16,6 @@ class Environment:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    first_on_node: int = 0  # the rank whose local_rank is 0 on this node
     attempt: int = 0  # how many times the worker group has been restarted
     is_launched: bool = False  # torchrun, or any launcher that sets its variables, started this process
     is_foreign: bool = False  # a launcher of the group `launchers` did: it ends the other processes when one process ends
@@ -28,10 +27,9 @@ class Environment:
     @classmethod
     def read(cls) -> "Environment":
         env = os.environ
-        rank, local_rank, *sizes = [int(env.get(name, default)) for name, default in zip(_TORCHRUN, "0011")]
+        numbers = {name.lower(): int(env.get(name, default)) for name, default in zip(_TORCHRUN, "0011")}
         return cls(
-            *(rank, local_rank, sizes[0], sizes[1]),
-            first_on_node=rank - local_rank,  # correct if a node's ranks are consecutive
+            **numbers,
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
             is_launched={"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys(),
             is_foreign=FOREIGN_LAUNCHER in env,
