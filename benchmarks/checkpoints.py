@@ -36,7 +36,6 @@ from framework.checkpoint.saver import Saver  # noqa: E402
 from framework.checkpoint.store import CheckpointStore  # noqa: E402
 from framework.distributed.world import World  # noqa: E402
 from framework.runtime.environment import Environment  # noqa: E402
-from framework.runtime.torchvision_fix import watch_for_torchvision  # noqa: E402
 
 SIZES_MB = (10, 109, 1000)
 NUM_LAYERS = 12
@@ -211,7 +210,6 @@ class Ours(Beside):
 
 class OfLightning(Beside):
     def __init__(self, folder: Path) -> None:
-        watch_for_torchvision()  # otherwise Lightning could not import a torchvision beside a torch for CPUs
         from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
         self._is_written = threading.Event()

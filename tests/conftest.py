@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and then it stops no run
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+MACHINE = os.environ["PYTHONPATH"] = str(Path(__file__).with_name("machine"))
 CACHE = tempfile.TemporaryDirectory(prefix="steadfast_cache_")
 os.environ["STEADFAST_CACHE"] = CACHE.name
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+sys.path.append(MACHINE)
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of this folder, unless this Python has one
 
 LONG = (
     "test_tutorial",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MACHINE = ROOT / "tests" / "machine"  # on the path of every Python that a test starts (sitecustomize.py)
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [

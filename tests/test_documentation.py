@@ -29,7 +29,7 @@ from framework.config.compose import compose_line
 from framework.data.published import DEBIAN
 from tests.harness import Ended, files_below, slow_but, typed, wait_for
 from tests.launch.test_slurm import MISSING, ask, cluster  # noqa: F401  # a fixture
-from tests.pages import PAGES, ROOT, Command, blocks, commands, files, project, with_ids
+from tests.pages import MACHINE, PAGES, ROOT, Command, blocks, commands, files, project, with_ids
 from tests.test_extend import PAGE as EXTEND
 from tests.test_extend import steadfast
 from tests.test_recipes import RECIPES
@@ -203,7 +203,7 @@ def in_bash(line: str, folder: Path, *, times: int = 1) -> Ended:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (folder / "tmp").mkdir(exist_ok=True)  # where a killed mpirun leaves its things
     environment = os.environ | ALLOWED | {
-        "PATH": steadfast(folder / "bin")["PATH"], "PYTHONPATH": "", "TMPDIR": str(folder / "tmp")
+        "PATH": steadfast(folder / "bin")["PATH"], "PYTHONPATH": str(MACHINE), "TMPDIR": str(folder / "tmp")
     }  # fmt: skip
     processes = [
         subprocess.Popen(["bash", "-c", line.replace("{store}", f"127.0.0.1:{store.port}")], cwd=folder, env=environment, text=True,

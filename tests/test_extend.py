@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import slow_but, typed
-from tests.pages import ROOT, Command, blocks, commands, files
+from tests.pages import MACHINE, ROOT, Command, blocks, commands, files
 
 PAGE = "docs/extend.md"
 KINDS = {"model": "linear", "dataset": "rings", "task": "focal", "parallel": "zero2", "logger": "csv_file"}
@@ -24,8 +24,9 @@ def steadfast(folder: Path) -> dict[str, str]:
     script = folder / "steadfast"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/train.py "$@"\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "PATH": f"{folder}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {
+        "PYTHONPATH": str(MACHINE),
+        "PATH": f"{folder}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
 
 
@@ -76,7 +77,7 @@ def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) 
 
 def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
     (script,) = (text for language, text in blocks(PAGE) if language == "python" and "from framework import" in text)
-    environment = steadfast(tmp_path / "bin") | {"PYTHONPATH": str(ROOT)}
+    environment = steadfast(tmp_path / "bin") | {"PYTHONPATH": f"{ROOT}:{MACHINE}"}
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     (directory,) = tmp_path.glob("runs/default/*")

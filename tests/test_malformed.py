@@ -130,7 +130,8 @@ MALFORMED: dict[str, list[str]] = {
     "checkpoint.every=0": ["checkpoint.every: 0 is out of range (at least 1)"],
     "model.dropout=1": ["model.dropout: 1: is out of range (at least 0 and below 1)"],
     "launch.timeout_s=0": ["launch.timeout_s: 0 is out of range (above 0)"],
-    "dataset.num_workers=-1": ["dataset.num_workers: -1: is out of range (at least 0)"],
+    "dataset.num_workers=-1": ["dataset.num_workers: -1 is out of range (at least 0)"],
+    "dataset=mnist dataset.num_val=0 dataset.download=true": ["dataset.num_val: 0 is out of range (at least 1)"],
     # choices
     "mode=trian": [f"mode: 'trian' is not valid ({choices('mode')}; did you mean train?)"],
     "invariance=bits": [f"invariance: 'bits' is not valid ({choices('invariance')}{'; did you mean bitwise?' if 'bitwise' in choices('invariance') else ''})"],

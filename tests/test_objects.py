@@ -34,7 +34,7 @@ def test_objects_are_listed_read_written_and_removed(url: str, tmp_path: Path) -
     objects.put(tmp_path / "file", "a/c.tar")
     objects.write("a/b", b"three")
     assert {name: facts.size for name, facts in objects.listing().items()} == {"a/b": 5, "a/c.tar": 4}
-    assert objects.listing("a").keys() == {"a/b", "a/c.tar"} and Objects(f"{url}/a").matching("*.tar").keys() == {"c.tar"}
+    assert objects.listing("a").keys() == {"a/b", "a/c.tar"} and Objects(f"{url}/a").listing("*.tar").keys() == {"c.tar"}
     before = objects.listing()["a/b"].version
     objects.write("a/b", b"there")
     assert objects.listing()["a/b"].version != before

@@ -17,7 +17,7 @@ from framework.config.targets import arguments_of, instantiated, locate, signatu
 from framework.modules.parts import blocks_of, chain_of, own_answer
 from framework.optim.optimizers import Trainable
 from tests.harness import Ended, files_below, slow_but, typed
-from tests.pages import ROOT
+from tests.pages import MACHINE, ROOT
 from tests.test_extend import steadfast
 
 MYNET = """
@@ -647,7 +647,7 @@ def test_the_preflight_and_the_workers_find_it_too(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_python_m_and_a_notebook(folder: Path) -> None:
-    environment = steadfast(folder / "bin") | {"PYTHONPATH": str(ROOT)}
+    environment = steadfast(folder / "bin") | {"PYTHONPATH": f"{ROOT}:{MACHINE}"}
     line = [sys.executable, "-m", "framework", "model=mynet", *QUICK]
     done = subprocess.run(line, cwd=folder, env=environment, text=True, capture_output=True)
     assert done.returncode == 0 and "finished" in done.stdout + done.stderr, done.stdout + done.stderr

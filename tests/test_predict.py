@@ -20,7 +20,7 @@ from framework import load
 from framework.build import components
 from framework.config.folders import options
 from framework.config.frozen_file import recall
-from framework.data.decode import decode_image
+from framework.data.source import decode_image
 from framework.modes import predict
 from framework.runtime.preemption import PREEMPTION
 from framework.tasks.classification import Classification

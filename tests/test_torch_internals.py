@@ -207,7 +207,7 @@ def test_actions_that_may_run_at_once_are_listed_one_by_one(alone: dist.ProcessG
 
 # --- and nowhere else
 
-OURS = ("torch_internals.py", "torch_compiler.py", "torch_stages.py")
+OURS = ("torch_internals.py", "torch_compiler.py")
 
 
 def uses_of_privates(path: Path) -> list[str]:

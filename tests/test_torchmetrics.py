@@ -8,22 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAUROC
+from torchmetrics.functional import auroc, f1_score
 
 from framework.distributed.agreement import Agreement
 from framework.engine.seam import MicroBatch
 from framework.runtime.exits import Unfit
-from framework.runtime.torchvision_fix import watch_for_torchvision
 from framework.tasks.classification import Classification
 from framework.training.metrics import Metrics
 from tests.harness import Ended, Says, assert_same_bits, checked, command, finished, slow_but
 from tests.test_evaluate import evaluated
 from tests.test_resume import after_step, crash
-
-watch_for_torchvision()
-
-from torchmetrics import Metric  # noqa: E402  # it imports torchvision
-from torchmetrics.classification import MulticlassAUROC  # noqa: E402
-from torchmetrics.functional import auroc, f1_score  # noqa: E402
 
 CLASSES = 5
 RUN = ["dataset=synthetic", f"dataset.num_classes={CLASSES}", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=31",

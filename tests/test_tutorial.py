@@ -9,7 +9,7 @@ import pytest
 
 from framework.cli.run import checked_line
 from tests.harness import typed
-from tests.pages import PAGES, ROOT, Command, blocks, commands, with_ids
+from tests.pages import MACHINE, PAGES, ROOT, Command, blocks, commands, with_ids
 from tests.test_extend import steadfast
 
 TUTORIAL, MIGRATION = WALKED = "docs/tutorial.md", "docs/migration.md"
@@ -95,7 +95,7 @@ def follow(page: str, folder: Path) -> None:
 def give(command: Command, folder: Path) -> None:
     program, *words = shlex.split(with_ids(command.line, folder))
     if program == "python":
-        done = subprocess.run(command.line, shell=True, cwd=folder, text=True, env=steadfast(folder / ".bin") | {"PYTHONPATH": str(ROOT)},
+        done = subprocess.run(command.line, shell=True, cwd=folder, text=True, env=steadfast(folder / ".bin") | {"PYTHONPATH": f"{ROOT}:{MACHINE}"},
                               capture_output=True, check=False)  # fmt: skip
         assert done.returncode == 0, done.stderr
         return

@@ -13,10 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from framework.runtime.torchvision_fix import watch_for_torchvision
-
-watch_for_torchvision()
-
 Make = Callable[[], nn.Module]
 
 

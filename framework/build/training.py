@@ -23,8 +23,8 @@ from framework.config.init_from import entries_of
 from framework.config.schema import RunConfig
 from framework.config.targets import component, locate
 from framework.data.loader import Loader, Splits
+from framework.data.loading import load_in_turns
 from framework.data.order import Order
-from framework.data.shared import load_shared
 from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
 from framework.engine.engine import Engine
@@ -78,8 +78,8 @@ class Builder:
             return components.dataset(self.config.dataset)
 
     def source(self, split: Split) -> Source:
-        """Load a split: on each node once, if its arrays can be shared. Collective."""
-        return load_shared(self.dataset, split, seed=self.config.seed, world=self.world)
+        """Load a split. Collective."""
+        return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
 
     @cached_property
     def task(self) -> Task:

@@ -13,7 +13,7 @@ from framework.runs.directory import RunDirectory
 from framework.runs.status import Standing, queued_jobs, standings
 from framework.runtime import slurm
 from framework.runtime.exits import Exit
-from framework.runtime.lock import Lock, is_here
+from framework.runtime.lock import Lock, is_alive
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
@@ -42,7 +42,7 @@ def cancel(directories: Iterable[RunDirectory]) -> Exit:
         if job.waits:
             found[path].update_summary(status="cancelled")
         LOGGER.info("job %s %s: %s", job.job_id, "is cancelled" if job.waits else "stops, with a checkpoint", path)
-    elsewhere = [path for path, holder in running.items() if not is_here(holder)]
+    elsewhere = [path for path, holder in running.items() if not is_alive(holder)]
     for path, holder in running.items():
         if path in elsewhere:
             LOGGER.error("process %s runs on %s, and must be stopped there: %s", holder.get("pid"), holder.get("host"), path)

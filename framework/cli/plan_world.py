@@ -22,8 +22,7 @@ def planned_world(build: Builder, *, rank: int, kind: type[World] = World) -> Wo
     groups.join(dist.HashStore())
     known: dict[str, Any] = {field.name: getattr(alone, field.name) for field in fields(World)}
     known |= {"rank": rank, "world_size": launch.most_processes, "local_world_size": launch.num_processes, "groups": groups}
-    local_rank = rank % launch.num_processes
-    return kind(**(known | {"local_rank": local_rank, "first_on_node": rank - local_rank}))
+    return kind(**(known | {"local_rank": rank % launch.num_processes}))
 
 
 class _WithoutOthers(Groups):

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from framework.runtime.environment import variables
-from framework.runtime.torchvision_fix import watch_for_torchvision
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than SafeLoader
 
@@ -130,7 +129,6 @@ def project_folders() -> list[Path]:
 
 def enter_project() -> None:
     """Make the user's modules importable."""
-    watch_for_torchvision()
     for folder in reversed(project_folders()):  # each folder goes to the front of the path
         if str(folder) not in sys.path and os.path.isdir(folder):
             sys.path.insert(0, str(folder))

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge
 
-from framework.data.decode import SUFFIXES, decode_image
-from framework.data.source import SPLITS, Arrays, Files, Images, Source, Split, require_at_least
+from framework.data.source import SPLITS, SUFFIXES, Arrays, AtLeastOne, Files, Images, Source, Split, decode_image
 
 STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}  # of ImageNet
 CARVED: dict[str, range] = {"val": range(10), "test": range(10, 20)}  # percent of train, if the folder is missing
@@ -31,17 +31,11 @@ class ImageFolder(Images):
 
     root: str = "data"
     source: str | None = None
-    image_size: int = 64
+    image_size: AtLeastOne = 64
     in_channels: Literal[1, 3] = 3
-    decode_once_gib: float = 1.0
+    decode_once_gib: Annotated[float, Ge(0)] = 1.0  # 0: never
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(1, self, "image_size")
-        if self.in_channels not in STATISTICS:
-            raise ValueError(f"dataset.in_channels={self.in_channels}: must be 1 (grey) or 3 (RGB)")
-        if self.decode_once_gib < 0:
-            raise ValueError(f"dataset.decode_once_gib={self.decode_once_gib}: must be at least 0 (0 = never)")
         self.mean, self.std = STATISTICS[self.in_channels]
         self.padding = self.image_size // 8
 
@@ -66,8 +60,6 @@ class ImageFolder(Images):
         return problems
 
     def load(self, split: Split) -> Source:
-        if problems := self.problems():
-            raise ValueError(problems[0])
         samples = list(self._samples(split))
         decode = partial(decode_image, image_size=self.image_size, in_channels=self.in_channels)
         files = Files([path for path, _ in samples], np.array([label for _, label in samples], dtype=np.int64), decode)

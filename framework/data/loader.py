@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -52,8 +53,8 @@ class Loader:
         needs_none = transforms_anywhere and is_in_memory(self.source)
         self.num_workers = 0 if needs_none else int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", True))
-        self._running: weakref.WeakSet[Iterator[Step]] = weakref.WeakSet()
-        self._evaluating: DataLoader[Step] | None = None  # with the processes of the first evaluation
+        self._running: weakref.WeakSet[Iterator[Step | RunEnded]] = weakref.WeakSet()
+        self._evaluating: DataLoader[int] | None = None  # with the processes of the first evaluation
 
     def train(self, samples_seen: int) -> Iterator[Step]:
         """Yield the steps after `samples_seen` samples, without end."""
@@ -167,22 +168,20 @@ class Loader:
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
 
     @staticmethod
-    def _read(steps: Iterator[Step]) -> Iterator[Step]:
-        while True:
-            try:
-                step = next(steps)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                raise fate_of_loader(steps, error) from error
-            if isinstance(step, RunEnded):  # an exception raised there would come as a traceback in a text
-                raise step
-            yield step
+    def _read(steps: Iterator[Step | RunEnded]) -> Iterator[Step]:
+        try:
+            for step in steps:
+                if isinstance(step, RunEnded):
+                    raise step
+                yield step
+        except RuntimeError as error:
+            raise fate_of_loader(steps, error) from error
 
     def _start_processes(
         self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step], *, is_kept: bool
-    ) -> tuple[DataLoader[Step], Iterator[Step]]:
+    ) -> tuple[DataLoader[int], Iterator[Step | RunEnded]]:
         """Return a loader and its first iterator. If `is_kept`, the processes serve the later iterators too."""
+        open_files()
         wait_s = _FORK_S
         while True:
             begun = multiprocessing.get_context("fork").Semaphore(0)
@@ -201,19 +200,24 @@ class Loader:
 
     def _loader(
         self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore, *, is_kept: bool
-    ) -> DataLoader[Step]:
+    ) -> DataLoader[int]:
         def begin(_: int) -> None:
             begin_child()  # torch's watchdog checks every five seconds, and a queue may break earlier
             report_what_cannot_be_sent()
             begun.release()
 
-        open_files()
+        def fetched(position: int) -> Step | RunEnded:
+            try:
+                return fetch(position)
+            except RunEnded as end:  # the reading process raises it: raised here, it would come as a traceback in a text
+                return end
+
         return DataLoader(
-            _AtPosition(fetch),
+            range(sys.maxsize),  # type: ignore[arg-type]  # item i is i: a position
             batch_size=None,
             sampler=positions,  # type: ignore[arg-type]  # endless: a sampler is any iterable, and its length is not read
             num_workers=self.num_workers,
-            collate_fn=lambda step: step,
+            collate_fn=fetched,  # type: ignore[arg-type]  # without a batch size, it gets an item
             worker_init_fn=begin,
             pin_memory=self.device.type == "cuda",  # in a thread of the reading process
             multiprocessing_context="fork",
@@ -241,17 +245,6 @@ def _form(sample: Any) -> str:
     if isinstance(sample, (tuple, list)):
         return "(" + ", ".join(map(_form, sample)) + ")"
     return str(list(sample.shape)) if hasattr(sample, "shape") else type(sample).__name__
-
-
-@dataclass(frozen=True)
-class _AtPosition(torch.utils.data.Dataset[Step]):
-    fetch: Callable[[int], Step]
-
-    def __getitem__(self, position: int) -> Step:
-        try:
-            return self.fetch(position)
-        except RunEnded as end:
-            return end  # type: ignore[return-value]  # the reading process raises it
 
 
 @dataclass(eq=False)

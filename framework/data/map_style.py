@@ -2,19 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from framework.data.source import Source, Split, require_at_least
+from framework.data.source import NotNegative, Source, Split
 from framework.randomness import permutation
 from framework.runtime.log import LOGGER
 
-if TYPE_CHECKING:
-    pass
-
 Key = str | int  # of a value in a sample: a name, or an index
-Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,14 +31,11 @@ class MapStyle:
     collate: Any = None  # turns a list of samples into a batch; None = torch's default
     on_error: Literal["raise", "skip"] = "raise"  # for a damaged sample: skip uses the next sample instead
     facts: Mapping[str, int] = field(default_factory=dict)
-    num_workers: int = 0
+    num_workers: NotNegative = 0
 
     def __post_init__(self) -> None:
-        require_at_least(0, self, "num_workers")
         if (self.inputs is None) != (self.targets is None):
             raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
-        if self.on_error not in ("raise", "skip"):
-            raise ValueError(f"dataset.on_error={self.on_error}: must be raise or skip")
         if self.shares.keys() - {"val", "test"} or not 0 < sum(self.shares.values()) < 1:
             raise ValueError(f"dataset.shares={dict(self.shares)}: must be shares of val and test, less than 1 together")
 
@@ -63,8 +56,7 @@ class MapStyle:
         numbers = self._carved(split, len(samples))
         if len(samples if numbers is None else numbers) == 0:
             raise ValueError(f"dataset.{split}: has no sample")
-        return OneByOne(samples, numbers, split=split, inputs=self.inputs, targets=self.targets, collate=self.collate,
-                       skips=self.on_error == "skip")  # fmt: skip
+        return OneByOne(self, samples, numbers, split=split)
 
     def _carved(self, split: Split, length: int) -> np.ndarray | None:
         """Return the numbers of the split's samples among the samples of train; None if the split has its own samples."""
@@ -84,19 +76,10 @@ class MapStyle:
 class OneByOne:
     """A source that fetches samples one by one with `sample(i)`; `collate` makes a batch of several samples."""
 
-    def __init__(
-        self,
-        samples: Any,
-        numbers: np.ndarray | None,
-        *,
-        split: str,
-        inputs: Key | Sequence[Key] | None,
-        targets: Key | Sequence[Key] | None,
-        collate: Collate | None,
-        skips: bool,
-    ) -> None:
-        self.samples, self._numbers, self._split = samples, numbers, split
-        self._inputs, self._targets, self._collate, self._skips = inputs, targets, collate, skips
+    def __init__(self, dataset: MapStyle, samples: Any, numbers: np.ndarray | None, *, split: str) -> None:
+        """`numbers` are those of the split's samples among the samples; None: all."""
+        self._dataset, self.samples, self._numbers, self._split = dataset, samples, numbers, split
+        self._skips = dataset.on_error == "skip"
 
     def __len__(self) -> int:
         return len(self.samples) if self._numbers is None else len(self._numbers)
@@ -110,7 +93,7 @@ class OneByOne:
             stored = number if self._numbers is None else int(self._numbers[number])
             try:
                 sample = self.samples[stored]
-                if sample is None and (self._skips or self._collate is None):
+                if sample is None and (self._skips or self._dataset.collate is None):
                     raise TypeError("it is None")
                 return sample
             except Exception as error:
@@ -132,36 +115,29 @@ class OneByOne:
 
     def collate(self, samples: list[Any]) -> tuple[Any, Any]:
         """Return the inputs and targets of these samples."""
-        batch = (self._collate or default_collate)(samples)
-        if self._inputs is None:
+        batch = (self._dataset.collate or default_collate)(samples)
+        if self._dataset.inputs is None:
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 kind = f"mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
                 raise ValueError(f"a batch is a {kind}, not a pair of inputs and targets (dataset.inputs and dataset.targets "
                                  "say which are which)")  # fmt: skip
             return batch[0], batch[1]
-        return _chosen(batch, self._inputs), _chosen(batch, self._targets)
+        return _chosen(batch, self._dataset.inputs), _chosen(batch, self._dataset.targets)
 
     def column(self, name: str) -> np.ndarray:
         """Return a value of every sample, by its key; the key `targets` means dataset.targets.
 
         It uses a table's column, or an attribute of the dataset with a value for every sample, if there is one.
         """
-        key: Any = name if name != "targets" else 1 if self._targets is None else self._targets
+        targets: Any = self._dataset.targets
+        key: Any = name if name != "targets" else 1 if targets is None else targets
         if key in (getattr(self.samples, "column_names", None) or ()):
-            values = np.asarray(self.samples[key])
-        elif (whole := self._attribute(name)) is not None:
-            values = whole
-        else:
-            return np.asarray([self.sample(number)[key] for number in range(len(self))])
-        return values if self._numbers is None else values[self._numbers]
-
-    def _attribute(self, name: str) -> np.ndarray | None:
-        """Return a value of every sample from an attribute of the dataset; torchvision's datasets keep their targets so."""
-        if name == "targets" and self._targets is not None:
-            return None
-        found: Any = getattr(self.samples, name, None)
-        is_column = hasattr(found, "__len__") and np.ndim(found) == 1 and len(found) == len(self.samples)
-        return np.asarray(found) if is_column else None
+            values: Any = self.samples[key]
+        else:  # torchvision's datasets keep their targets in an attribute
+            values = getattr(self.samples, name, None) if name != "targets" or targets is None else None
+            if not hasattr(values, "__len__") or np.ndim(values) != 1 or len(values) != len(self.samples):
+                return np.asarray([self.sample(number)[key] for number in range(len(self))])
+        return np.asarray(values) if self._numbers is None else np.asarray(values)[self._numbers]
 
     @property
     def groups(self) -> np.ndarray:

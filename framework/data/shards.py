@@ -2,7 +2,6 @@
 
 import bisect
 import glob
-import hashlib
 import io
 import json
 import os
@@ -10,18 +9,16 @@ import tarfile
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from framework.runtime.exits import error_text
-from framework.runtime.files import make_directory, write_atomically
-from framework.runtime.local_copy import cache_folder
+from framework.runtime.local_copy import cache_folder, fetched_once
 
 Record = Mapping[str, Any]
-_OPEN = 16  # the number of shards that a process keeps open
 
 
 class Shards:
@@ -37,7 +34,8 @@ class Shards:
         if not self.files:
             raise ValueError(f"files={', '.join(patterns)}: there is no such file")
         self._decode = decode
-        self.cumulative_sizes: list[int] = [int(end) for end in np.cumsum([self.count(path) for path in self.files])]
+        self._shards = [self.open(path) for path in self.files]
+        self.cumulative_sizes: list[int] = [int(end) for end in np.cumsum([len(shard) for shard in self._shards])]
 
     def __len__(self) -> int:
         return self.cumulative_sizes[-1]
@@ -46,7 +44,7 @@ class Shards:
         if not 0 <= number < len(self):
             raise IndexError(number)
         shard, place = self._place(number)
-        record = self.read(self.files[shard], place)
+        record = self._shards[shard][place]
         return record if self._decode is None else self._decode(record)
 
     def _place(self, number: int) -> tuple[int, int]:
@@ -59,55 +57,55 @@ class Shards:
         return f"{self.files[shard]}, record {place}"
 
     @abstractmethod
-    def count(self, path: str) -> int:
-        """Find the records of a shard; return their number. ValueError if the shard is damaged."""
-
-    @abstractmethod
-    def read(self, path: str, place: int) -> Record:
-        """Return a record of a shard. ValueError if it is damaged."""
+    def open(self, path: str) -> Any:
+        """Return the records of a shard: what has a length and an index. ValueError if the shard is damaged."""
 
 
 class Tar(Shards):
     """Tar files in WebDataset's layout: files with the same name up to the first dot are a record, with a value per ending."""
 
-    def __init__(self, files: str | Sequence[str], *, decode: Callable[[Record], Any] | None = None) -> None:
-        self._members: dict[str, _Members] = {}
-        self._open = lru_cache(_OPEN)(partial(os.open, flags=os.O_RDONLY | os.O_CLOEXEC))
-        super().__init__(files, decode=decode)
-
-    def count(self, path: str) -> int:
-        self._members[path] = _listed_once(path)
-        return len(self._members[path])
-
-    def read(self, path: str, place: int) -> Record:
-        record = {}
-        for ending, offset, size in self._members[path][place]:
-            content = os.pread(self._open(path), size, offset)
-            if len(content) < size:
-                raise ValueError(f"{path} ends within .{ending}")
-            record[ending] = value_of(ending, content)
-        return record
+    def open(self, path: str) -> "_TarShard":
+        return _TarShard(path, _members(path))
 
 
 _Members = list[list[tuple[str, int, int]]]  # for each record of a shard: ending, offset, size
 
 
-def _listed_once(path: str) -> _Members:
-    """Return a tar file's members. The list is kept in the folder of copies, until the file changes."""
-    known = os.stat(path)
-    facts = json.dumps([os.path.realpath(path), known.st_size, known.st_mtime_ns])
-    kept = cache_folder() / "tar" / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-    with suppress(OSError, ValueError):
-        members: _Members = json.loads(kept.read_text())
-        return members
-    members = _members(path)
-    with suppress(OSError):  # no disk for it: the next process lists them again
-        make_directory(kept.parent)
-        write_atomically(kept, json.dumps(members))
-    return members
+@dataclass
+class _TarShard:
+    path: str
+    members: _Members
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, place: int) -> Record:
+        record = {}
+        with open(self.path, "rb") as file:
+            for ending, offset, size in self.members[place]:
+                file.seek(offset)
+                content = file.read(size)
+                if len(content) < size:
+                    raise ValueError(f"{self.path} ends within .{ending}")
+                record[ending] = value_of(ending, content)
+        return record
 
 
 def _members(path: str) -> _Members:
+    """Return a tar file's members. The list is kept in the folder of copies, until the file changes."""
+
+    def fetch(folder: Path) -> None:
+        (folder / "members.json").write_text(json.dumps(_listed(path)))
+
+    known = os.stat(path)
+    with suppress(OSError, ValueError):
+        folder = fetched_once([os.path.realpath(path), str(known.st_size), str(known.st_mtime_ns)], fetch)
+        members: _Members = json.loads((folder / "members.json").read_text())
+        return members
+    return _listed(path)  # there is no disk for the list, or it is damaged; or the file is, and then this says so
+
+
+def _listed(path: str) -> _Members:
     records: _Members = []
     before = None
     try:
@@ -132,28 +130,18 @@ class Tables(Shards):
     `datasets` of Hugging Face converts each file once, into the folder of copies, and maps the rows into memory.
     """
 
-    def __init__(self, files: str | Sequence[str], *, decode: Callable[[Record], Any] | None = None) -> None:
-        self._tables: dict[str, Any] = {}
-        super().__init__(files, decode=decode)
-
-    def count(self, path: str) -> int:
+    def open(self, path: str) -> Any:
         import datasets  # type: ignore[import-untyped]  # unannotated
 
         kind = FORMATS.get(Path(path).suffix.lower())
         if kind is None:
             raise ValueError(f"{path} is not a table ({', '.join(FORMATS)})")
         datasets.disable_progress_bars()
+        cache = str(cache_folder() / "tables")
         try:
-            self._tables[path] = datasets.load_dataset(
-                kind, data_files=path, split="train", cache_dir=str(cache_folder() / "tables")
-            )
+            return datasets.load_dataset(kind, data_files=path, split="train", cache_dir=cache)
         except Exception as error:  # of pyarrow, of the conversion, of an empty file
             raise ValueError(f"{path} cannot be read as {kind}: {error_text(error)}") from error
-        return len(self._tables[path])
-
-    def read(self, path: str, place: int) -> Record:
-        record: Record = self._tables[path][place]
-        return record
 
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}

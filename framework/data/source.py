@@ -4,17 +4,20 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
-
-from framework.data.decode import SUFFIXES, decode_image
+from annotated_types import Ge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # of images
+AtLeastOne = Annotated[int, Ge(1)]  # the check of the configuration refuses other values
+NotNegative = Annotated[int, Ge(0)]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _VECTORISED: set[Any] = set()  # the functions, not an attribute: functools.wraps would copy an attribute to a wrapper
 
@@ -39,11 +42,11 @@ def is_in_memory(source: Any) -> bool:
     stored = getattr(source, "selected_from", source)
     if not is_vectorised(stored.gather) or hasattr(stored, "sample"):
         return False
-    return all(type(value) is np.ndarray or isinstance(value, (int, float, str)) for value in vars(stored).values())
+    return all(type(value) is np.ndarray or isinstance(value, (int, float, str, NoneType)) for value in vars(stored).values())
 
 
 class Source(Protocol):
-    """One loaded split: a dataclass; the processes of a node share its arrays."""
+    """One loaded split."""
 
     def __len__(self) -> int: ...
 
@@ -80,8 +83,8 @@ class Selected:
 class Dataset(Protocol):
     """The class that a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file.
 
-    The top of its module may import only the standard library and numpy; torch and similar libraries are imported inside
-    functions. The preflight imports the module to call `problems()`, which must not take seconds.
+    The top of its module may import only the standard library, numpy and annotated_types; torch and similar libraries are
+    imported inside functions. The preflight imports the module to call `problems()`, which must not take seconds.
     """
 
     num_workers: int
@@ -100,7 +103,7 @@ class Dataset(Protocol):
         ...
 
     def load(self, split: Split) -> Source:
-        """Load one split. ValueError if a file is damaged or the split has no sample."""
+        """Load one split of a dataset without problems. ValueError if a file is damaged or the split has no sample."""
         ...
 
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
@@ -125,10 +128,7 @@ class Images:
     flip = True  # half of the augmented images are mirrored
 
     augment: bool = False
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(0, self, "num_workers")
+    num_workers: NotNegative = 0
 
     @vectorised
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
@@ -157,12 +157,8 @@ class TokenSequences:
 
     task = "language_modeling"
 
-    seq_len: int = 128
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "seq_len")
-        require_at_least(0, self, "num_workers")
+    seq_len: AtLeastOne = 128
+    num_workers: NotNegative = 0
 
     @vectorised
     def transform(self, inputs: "Tensor", targets: "Tensor", *, keys: np.ndarray | None) -> tuple["Tensor", "Tensor"]:
@@ -197,6 +193,7 @@ class Windows:
 
     tokens: np.ndarray
     seq_len: int
+    vocab_size: int | None = None  # if the ids may be wrong: each batch is checked
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -209,6 +206,9 @@ class Windows:
     @vectorised
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         batch = self.windows(indices)
+        if self.vocab_size is not None and (largest := batch.max(initial=0)) >= self.vocab_size:
+            file = getattr(self.tokens, "filename", "the text")
+            raise ValueError(f"{file} has token id {largest}: dataset.vocab_size={self.vocab_size} must be larger")
         return batch[:, :-1], batch[:, 1:]
 
     def windows(self, indices: np.ndarray) -> np.ndarray:
@@ -218,13 +218,26 @@ class Windows:
         return windows[indices]
 
 
+def decode_image(path: str | Path, *, image_size: int, in_channels: int) -> np.ndarray:
+    """Read an image as uint8 (C, image_size, image_size): its centre square, resized bilinearly."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert("L" if in_channels == 1 else "RGB")
+    except (OSError, Image.DecompressionBombError) as error:  # not all of PIL's errors about content name the file
+        raise ValueError(f"{path} cannot be read as an image: {error} (remove or replace it)") from error
+    pixels = np.asarray(ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR))
+    return pixels[None] if in_channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
 @dataclass(frozen=True, eq=False)
 class Files:
     """Samples that are files; they are decoded at each use."""
 
     paths: Sequence[str]  # a million strings take half the memory of Path objects
     targets: np.ndarray
-    decode: Callable[[str], np.ndarray]  # of one file; it must be picklable, for loader processes
+    decode: Callable[[str], np.ndarray]  # of one file
 
     def __post_init__(self) -> None:
         _require_pairs(self.paths, self.targets, what="files")
@@ -252,11 +265,3 @@ def contiguous_split(length: int, split: Split) -> slice:
     bounds = [0, length * 90 // 100, length * 95 // 100, length]
     part = SPLITS.index(split)
     return slice(bounds[part], bounds[part + 1])
-
-
-def require_at_least(minimum: int, dataset: object, *names: str) -> None:
-    """Raise ValueError for the first of these dataset arguments that is smaller than `minimum`; null is accepted."""
-    for name in names:
-        value = getattr(dataset, name)
-        if value is not None and value < minimum:
-            raise ValueError(f"dataset.{name}={value}: is out of range (at least {minimum})")

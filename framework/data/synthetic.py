@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from framework.data.source import Arrays, Images, Source, Split, Windows, require_at_least, vectorised
+from framework.data.source import Arrays, AtLeastOne, Images, Source, Split, Windows, vectorised
 from framework.randomness import permutation, random_bits, random_integers, random_uniform
 
 if TYPE_CHECKING:
@@ -28,23 +28,18 @@ class Synthetic(Images):
     """
 
     kind: Literal["images", "tokens", "vectors"] = "images"
-    num_train: int = 1024
-    num_val: int = 256
-    num_test: int = 256
-    in_channels: int = 3
-    image_size: int = 32
-    num_classes: int = 10
-    vocab_size: int = 64
-    seq_len: int = 64
-    num_features: int = 16
-    num_outputs: int = 1
+    num_train: AtLeastOne = 1024
+    num_val: AtLeastOne = 256
+    num_test: AtLeastOne = 256
+    in_channels: AtLeastOne = 3
+    image_size: AtLeastOne = 32
+    num_classes: AtLeastOne = 10
+    vocab_size: AtLeastOne = 64
+    seq_len: AtLeastOne = 64
+    num_features: AtLeastOne = 16
+    num_outputs: AtLeastOne = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(1, self, "num_train", "num_val", "num_test", "in_channels", "image_size", "num_classes")
-        require_at_least(1, self, "vocab_size", "seq_len", "num_features", "num_outputs")
-        if self.kind not in TASKS:
-            raise ValueError(f"dataset.kind={self.kind}: must be images, tokens or vectors")
         if self.augment and self.kind != "images":
             raise ValueError(f"dataset.augment=true: there is no augmentation of {self.kind} (dataset.kind=images has one)")
         self.task = TASKS[self.kind]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.data.source import Split, TokenSequences, Windows, contiguous_split, num_windows, require_at_least
+from framework.data.source import AtLeastOne, Split, TokenSequences, Windows, contiguous_split, num_windows
 
 # folders in the standard library that are not part of it, not meant to be read, or not installed everywhere
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -29,12 +29,10 @@ class Text(TokenSequences):
 
     root: str | None = None
     pattern: str | list[str] = "*.py"
-    max_bytes: int | None = None
+    max_bytes: AtLeastOne | None = None
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(1, self, "max_bytes")
         self.patterns = [self.pattern] if isinstance(self.pattern, str) else list(self.pattern)
 
     @property
@@ -68,8 +66,6 @@ class Text(TokenSequences):
         return []
 
     def load(self, split: Split) -> Windows:
-        if problems := self.problems():
-            raise ValueError(problems[0])
         content = bytearray()
         for path in self._files():
             content += path.read_bytes()

@@ -1,6 +1,5 @@
 """Tokens: memory-mapped token ids that a tokenizer has written to a flat binary file."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from framework.data.source import SPLITS, Split, TokenSequences, Windows, contiguous_split, num_windows, require_at_least
+from framework.data.source import SPLITS, AtLeastOne, Split, TokenSequences, Windows, contiguous_split, num_windows
 
 NUM_CHECKED = 2**20  # tokens at each end of each file that the preflight checks, in milliseconds
 
@@ -25,13 +24,7 @@ class Tokens(TokenSequences):
     root: str = "data"
     source: str | None = None
     dtype: Literal["uint16", "uint32"] = "uint16"
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(1, self, "vocab_size")
-        if self.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dataset.dtype={self.dtype}: must be uint16 or uint32")
+    vocab_size: AtLeastOne | None = None
 
     @property
     def info(self) -> Mapping[str, int]:
@@ -52,12 +45,9 @@ class Tokens(TokenSequences):
                 problems.append(f"dataset.root: {what} (more tokens, or a smaller dataset.seq_len)")
         return problems
 
-    def load(self, split: Split) -> "MappedWindows":
-        if problems := self.problems():
-            raise ValueError(problems[0])
-        assert self.vocab_size is not None  # otherwise there is a problem
+    def load(self, split: Split) -> Windows:
         path, start, stop = self._part(split)
-        return MappedWindows(path, self.dtype, start, stop, seq_len=self.seq_len, vocab_size=self.vocab_size)
+        return Windows(np.memmap(path, self.dtype, mode="r")[start:stop], self.seq_len, self.vocab_size)
 
     def _part(self, split: Split) -> tuple[Path, int, int]:
         """Return the split's file, and the split's start and end in the file, in tokens."""
@@ -83,33 +73,3 @@ class Tokens(TokenSequences):
         if self.vocab_size is not None and largest >= self.vocab_size:
             return [f"dataset.vocab_size: {self.vocab_size}, but {path} has id {largest} (or another dataset.dtype)"]
         return []
-
-
-@dataclass(frozen=True)
-class MappedWindows:
-    """`Windows` over a part of a file; each process maps the file once.
-
-    It holds the path, not a memmap, because pickling a memmap (for a loader process) copies the data.
-    """
-
-    path: Path
-    dtype: str
-    start: int
-    stop: int
-    seq_len: int
-    vocab_size: int
-
-    def __len__(self) -> int:
-        return num_windows(self.stop - self.start, seq_len=self.seq_len)
-
-    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        windows = Windows(_mapped(self.path, self.dtype)[self.start : self.stop], self.seq_len).windows(indices)
-        batch = windows.astype(np.int64)  # inputs and targets share its memory, also when a loader process sends them
-        if (largest := batch.max(initial=0)) >= self.vocab_size:
-            raise ValueError(f"{self.path} has token id {largest}: dataset.vocab_size={self.vocab_size} must be larger")
-        return batch[:, :-1], batch[:, 1:]
-
-
-@functools.lru_cache(maxsize=8)
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    return np.memmap(path, dtype, mode="r")

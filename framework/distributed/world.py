@@ -34,7 +34,6 @@ class World:
     local_rank: int
     world_size: int
     local_world_size: int
-    first_on_node: int  # the rank whose local_rank is 0 on this node
     devices: list[torch.device]  # the devices of this process only
     timeout: timedelta
     groups: Groups
@@ -93,7 +92,6 @@ class World:
             world_size=world_size,
             local_rank=environment.local_rank,
             local_world_size=environment.local_world_size,
-            first_on_node=environment.first_on_node,
             devices=devices,
             timeout=timeout,
             groups=groups,

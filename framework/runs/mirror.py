@@ -20,7 +20,7 @@ from framework.checkpoint import manifest
 from framework.runs.directory import RunDirectory
 from framework.runtime.exits import Interrupted
 from framework.runtime.files import write_atomically
-from framework.runtime.lock import RunLocked, is_gone, process_identity
+from framework.runtime.lock import RunLocked, is_alive, process_identity
 from framework.runtime.log import LOGGER
 from framework.runtime.objects import ObjectFacts, Objects, StoreFailed
 from framework.runtime.preemption import PREEMPTION
@@ -101,7 +101,7 @@ class Mirror:
         before = read_facts(self.objects, sign_name)
         known = self.known  # a holder that worked in this directory (not in the original of a copied directory) has ended
         is_ours = "token" in holder and holder["token"] == known.get("token") and self._inode == known.get("inode")
-        if not contents.number or before.get("released") or is_ours or is_gone(holder):
+        if not contents.number or before.get("released") or is_ours or is_alive(holder) is False:
             return
         LOGGER.info("waiting %.0f s for a sign of life of the last command that wrote to %s", _DEAD_AFTER_S, self.url)
         began = time.monotonic()

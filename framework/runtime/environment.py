@@ -16,7 +16,6 @@ class Environment:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    first_on_node: int = 0  # the rank whose local_rank is 0 on this node
     attempt: int = 0  # how many times the worker group has been restarted
     is_launched: bool = False  # torchrun, or any launcher that sets its variables, started this process
     is_foreign: bool = False  # a launcher of the group `launchers` did: it ends the other processes when one process ends
@@ -28,16 +27,11 @@ class Environment:
     @classmethod
     def read(cls) -> "Environment":
         env = os.environ
-        is_torchruns = "RANK" in env and "WORLD_SIZE" in env
-        rank, local_rank, world_size, local_world_size = _TORCHRUN
+        numbers = {name.lower(): int(env.get(name, default)) for name, default in zip(_TORCHRUN, "0011")}
         return cls(
-            rank=int(env.get(rank, "0")),
-            local_rank=int(env.get(local_rank, "0")),
-            world_size=int(env.get(world_size, "1")),
-            local_world_size=int(env.get(local_world_size, "1")),
-            first_on_node=int(env.get(rank, "0")) - int(env.get(local_rank, "0")),  # correct if a node's ranks are consecutive
+            **numbers,
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            is_launched=is_torchruns and {"MASTER_ADDR", "MASTER_PORT"} <= env.keys(),
+            is_launched={"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys(),
             is_foreign=FOREIGN_LAUNCHER in env,
             uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),

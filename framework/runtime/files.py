@@ -119,6 +119,17 @@ def lock_file(path: Path, *, waits: bool) -> int | None:
     return None
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for the kernel's lock of a file, and hold it."""
+    while (descriptor := lock_file(path, waits=True)) is None:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def flush_directory(path: Path) -> None:
     """Make the names in a directory survive a power cut. Flushing a file does not flush the name of the file."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,15 +2,13 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from framework.runtime.environment import variables
-from framework.runtime.files import lock_file, make_directory, replacing_directory
+from framework.runtime.files import locked, make_directory, replacing_directory
 from framework.runtime.log import LOGGER
 from framework.runtime.objects import ObjectFacts, Objects, StoreFailed, inside
 
@@ -29,15 +27,10 @@ def local_copy(url: str) -> Copy:
     Raise StoreFailed if nothing exists, or if it cannot be fetched. Raise Interrupted if a signal arrives during the copy.
     """
     parent, _, last = url.rstrip("/").rpartition("/")
-    is_pattern = "*" in last
-    there = Objects(parent if is_pattern else url, heeds_signals=True)
-
-    def listed() -> dict[str, ObjectFacts]:
-        return there.matching(last) if is_pattern else there.listing()
-
-    if not (found := listed()):
+    place, pattern = (parent, last) if "*" in last else (url, "")
+    there = Objects(place, heeds_signals=True)
+    if not (found := there.listing(pattern)):
         raise StoreFailed(f"{url} holds no object", is_wrong=True)
-    is_object = found.keys() == {""}  # the URL names an object, not a folder
 
     def is_whole(folder: Path) -> bool:
         paths = {inside(folder, name or last): facts.size for name, facts in found.items()}
@@ -46,14 +39,14 @@ def local_copy(url: str) -> Copy:
     def fetch(folder: Path) -> None:
         LOGGER.info("fetching %s: %d files, %.2f GiB", url, len(found), sum(facts.size for facts in found.values()) / 2**30)
         for name in found:
-            path = inside(folder, name or last)
+            path = inside(folder, name or last)  # no name: the URL names an object, not a folder
             path.parent.mkdir(parents=True, exist_ok=True)
             there.get(name, path)
-        if listed() != found or not is_whole(folder):
+        if there.listing(pattern) != found or not is_whole(folder):
             raise StoreFailed(f"{url} has changed during the download; give the command again")
 
     folder = fetched_once([url, found], fetch, is_whole=is_whole)
-    return Copy(str(folder / last if is_pattern or is_object else folder), version=folder.name)
+    return Copy(str(folder / last if pattern or "" in found else folder), version=folder.name)
 
 
 def fetched_once(
@@ -65,7 +58,7 @@ def fetched_once(
     """
     folder = cache_folder() / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     make_directory(folder.parent)
-    with _locked(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not folder.is_dir() or not is_whole(folder):
             with replacing_directory(folder) as beside:
                 fetch(beside)
@@ -76,14 +69,3 @@ def cache_folder() -> Path:
     """Return the folder of the copies: STEADFAST_CACHE, or `steadfast` in the user's folder for caches."""
     named = variables().get("STEADFAST_CACHE")
     return Path(named) if named else Path(variables().get("XDG_CACHE_HOME") or Path.home() / ".cache", "steadfast")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = None
-    while descriptor is None:
-        descriptor = lock_file(path, waits=True)
-    try:
-        yield
-    finally:
-        os.close(descriptor)

@@ -77,7 +77,7 @@ class Lock:
             if self._party is not None and holder.get("party") == self._party:
                 if waited > party_patience_s:
                     self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to the file's name
-            elif waited > (0.0 if _is_alive(holder) else patience_s):
+            elif waited > (0.0 if holder and is_alive(holder) is not False else patience_s):
                 raise self._locked(holder)
             self._wait(0.05)
         self._descriptor = descriptor
@@ -97,7 +97,7 @@ class Lock:
         before, began = self.holder(), time.monotonic()
         if not before.get("token") or (self._party is not None and before.get("party") == self._party):
             return
-        while (now := self.holder()) == before and not is_gone(before):
+        while (now := self.holder()) == before and is_alive(before) is not False:
             if time.monotonic() - began > _DEAD_AFTER_S:
                 return
             self._wait(0.1)
@@ -145,7 +145,7 @@ class Lock:
         except BlockingIOError:
             return True
         holder = self.holder()
-        return bool(holder.get("token")) and abs(age_s) < _DEAD_AFTER_S and not is_gone(holder)
+        return bool(holder.get("token")) and abs(age_s) < _DEAD_AFTER_S and is_alive(holder) is not False
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -181,29 +181,13 @@ def process_identity(pid: int | None = None) -> dict[str, Any]:
     return {}
 
 
-def is_gone(holder: dict[str, Any]) -> bool:
-    """Return whether the holder has certainly ended. Only a process of this machine and this container can be checked."""
+def is_alive(holder: dict[str, Any]) -> bool | None:
+    """Return whether the holder lives; None if it was no process of this machine and this container: nobody here knows."""
     here = process_identity()
     if not here or any(holder.get(key) != here[key] for key in ("boot", "container")):
-        return False
+        return None
     there = process_identity(holder["pid"]) if isinstance(holder.get("pid"), int) else {}
-    return there.get("started") != holder.get("started")
-
-
-def is_here(holder: dict[str, Any]) -> bool:
-    """Return whether the holder is a living process of this machine and this container."""
-    here = process_identity()
-    return bool(here) and all(holder.get(key) == here[key] for key in ("boot", "container")) and not is_gone(holder)
-
-
-def _is_alive(holder: dict[str, Any]) -> bool:
-    if holder.get("host") != socket.gethostname():
-        return bool(holder)  # on another host: trust the lock
-    try:
-        os.kill(holder["pid"], 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # the process belongs to another user
-    return True
+    return there.get("started") == holder.get("started")
 
 
 def _end(taken: Taken) -> None:

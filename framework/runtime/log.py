@@ -12,7 +12,7 @@ from typing import Any
 
 from framework.runtime.environment import variables
 from framework.runtime.exits import Exit
-from framework.runtime.secrets import Redacting, WrappedStream
+from framework.runtime.secrets import Redacting
 from framework.runtime.wrapping import columns_of, wrapped
 
 LOGGER = logging.getLogger("steadfast")
@@ -23,8 +23,9 @@ def start_console(*, rank: int, who: str | None = None) -> None:
 
     `who` names the process in the log, if the process is not a rank.
     """
-    if not isinstance(sys.stderr, Redacting):  # not only for the log: also for a library's warnings and for a final traceback
-        sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)  # type: ignore[assignment]  # all but by class
+    for name in ("stdout", "stderr"):  # not only for the log: also for a library's warnings and for a final traceback
+        if not isinstance(stream := getattr(sys, name), Redacting):
+            setattr(sys, name, Redacting(stream))
     handler = logging.StreamHandler()
     level = logging.DEBUG if variables().get("STEADFAST_VERBOSE") else logging.INFO
     handler.setLevel(level if rank == 0 else logging.WARNING)
@@ -92,7 +93,7 @@ def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
     _open_all()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: the encoding may not have all letters of a name
-    sys.stdout = _Output(sys.stdout)  # type: ignore[assignment]  # all but by class
+    sys.stdout = Redacting(sys.stdout, error=_Unprinted)  # type: ignore[assignment]  # all but by class
     try:
         code = run(arguments)
         sys.stdout.flush()
@@ -107,26 +108,6 @@ def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:
 
 class _Unprinted(OSError):
     """Standard output could not be written (not a file of the run)."""
-
-
-class _Output(WrappedStream):
-    """Standard output. Its errors differ from the errors of files."""
-
-    def write(self, text: str) -> int:
-        with _marked():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with _marked():
-            self._stream.flush()
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _Unprinted(error.errno, error.strerror) from error
 
 
 def _open_all() -> None:

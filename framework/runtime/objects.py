@@ -5,9 +5,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, Queue
 from typing import Any, NamedTuple, TypeVar
 
 from framework.runtime.exits import Interrupted
@@ -74,21 +74,16 @@ class Objects:
             file_system, root = url_to_fs(self.url, use_listings_cache=False)
             return file_system, root, not isinstance(file_system, AsyncFileSystem)  # True: a file system, which can rename
 
-        self._fs, self._root, self._has_folders = self._asked("opened", opened)
+        self._fs, self._root, self._has_folders = self._answer("opened", opened)
 
     def listing(self, folder: str = "") -> dict[str, ObjectFacts]:
-        """Return the objects below a folder, by name."""
+        """Return the objects below a folder, by name; those with names that match, if it is a pattern (`*.tar`)."""
+        find = "glob" if "*" in folder else "find"
         what = f"listed{folder and f': {folder}'}"
-        return self._named(self._asked(what, lambda: self._fs.find(self._path(folder), detail=True)))
-
-    def _named(self, found: dict[str, dict[str, Any]]) -> dict[str, ObjectFacts]:
+        found = self._answer(what, lambda: getattr(self._fs, find)(self._path(folder), detail=True))
         files = {name: info for name, info in found.items() if info["type"] == "file" and not name.endswith("/")}
         named = {name.removeprefix(self._root).strip("/"): info for name, info in files.items()}
         return {name: ObjectFacts(info["size"], _version(info)) for name, info in sorted(named.items())}
-
-    def matching(self, pattern: str) -> dict[str, ObjectFacts]:
-        """Return the objects directly in the URL's folder with names that match a pattern, as in `*.tar`."""
-        return self._named(self._asked(f"listed: {pattern}", lambda: self._fs.glob(self._path(pattern), detail=True)))
 
     def read(self, name: str) -> bytes | None:
         """Return an object's content, or None if the object does not exist."""
@@ -98,11 +93,11 @@ class Objects:
                 return bytes(self._fs.cat_file(self._path(name)))
             return None
 
-        return self._asked(f"read: {name}", read)
+        return self._answer(f"read: {name}", read)
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object. The object may exist already."""
-        self._asked(f"written: {name}", lambda: self._whole(name, lambda path: self._fs.pipe_file(path, content)))
+        self._answer(f"written: {name}", lambda: self._whole(name, lambda path: self._fs.pipe_file(path, content)))
 
     def create(self, name: str, content: bytes) -> bool:
         """Write an object that must not exist. If several processes try together, one succeeds. Return whether this one did.
@@ -114,13 +109,13 @@ class Objects:
         def create() -> None:
             if self._has_folders:
                 self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-                with self._fs.open(path, "xb") as file:
+                with self._fs.open(path, "xb") as file:  # its pipe_file looks first and then writes
                     file.write(content)
             else:
                 self._fs.pipe_file(path, content, mode="create")
 
         try:
-            self._asked(f"created: {name}", create)
+            self._answer(f"created: {name}", create)
             return True
         except StoreFailed as failure:  # not all stores report an existing object; a repeated request finds its own object
             there = self.read(name) if isinstance(failure.__cause__, OSError) else None
@@ -131,20 +126,18 @@ class Objects:
     def put(self, path: Path, name: str) -> None:
         """Copy a file into an object. The object may exist already."""
 
-        progress = _Progress(path.stat().st_size)  # a store may take a file as one request, without reports
-
         def put() -> None:
-            self._whole(name, lambda target: self._fs.put_file(str(path), target, callback=progress.callback()))
+            self._whole(name, lambda target: self._fs.put_file(str(path), target, callback=transfer))
 
-        self._asked(f"written: {name}", put, progress)
+        transfer = _transfer(path.stat().st_size)  # a store may take a file as one request, without reports
+        self._answer(f"written: {name}", put, transfer)
 
     def get(self, name: str, path: Path) -> None:
         """Copy an object into a new file."""
         if self._heeds_signals and PREEMPTION.requested:
             raise Interrupted(_STOPPED)
-        progress = _Progress()
-        get = lambda: self._fs.get_file(self._path(name), str(path), callback=progress.callback())  # noqa: E731
-        self._asked(f"read: {name}", get, progress)
+        transfer = _transfer()
+        self._answer(f"read: {name}", lambda: self._fs.get_file(self._path(name), str(path), callback=transfer), transfer)
 
     def remove(self, name: str) -> None:
         """Remove an object, if it exists."""
@@ -153,7 +146,7 @@ class Objects:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
 
-        self._asked(f"removed: {name}", remove)
+        self._answer(f"removed: {name}", remove)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
@@ -168,50 +161,42 @@ class Objects:
         write(f"{path}.part")
         self._fs.mv(f"{path}.part", path)
 
-    def _asked(self, what: str, work: Callable[[], Answer], progress: "_Progress | None" = None) -> Answer:
+    def _answer(self, what: str, work: Callable[[], Answer], transfer: Any = None) -> Answer:
         """Return the store's answer. Ask in a separate thread, because a silent store would block this thread forever."""
-        answers: Queue[tuple[Answer | None, Exception | None]] = Queue()
+        answer: Future[Answer] = Future()
 
         def ask() -> None:
             try:
-                answers.put((work(), None))
+                answer.set_result(work())
             except Exception as error:  # errors of botocore, aiohttp, google.auth, ...
-                answers.put((None, error))
+                answer.set_exception(error)
 
-        progress = progress or _Progress()
+        transfer = transfer or _transfer()
         threading.Thread(target=ask, daemon=True).start()
-        while True:
-            with suppress(Empty):
-                answer, error = answers.get(timeout=0.1)
-                break
+        while not wait([answer], timeout=0.1).done:
             if self._heeds_signals and PREEMPTION.requested:
                 raise Interrupted(_STOPPED)
-            if progress.is_silent:
-                raise StoreFailed(f"{self.url} cannot be {what}: no answer in {progress.patience_s:.0f} s")
-        if error is not None:
+            if time.monotonic() - transfer.moved_at > transfer.patience_s:
+                raise StoreFailed(f"{self.url} cannot be {what}: no answer in {transfer.patience_s:.0f} s")
+        if (error := answer.exception()) is not None:
             said = " ".join(str(error).split())[:300] or type(error).__name__
             lacks_right = "Credentials" in type(error).__name__
             is_wrong = lacks_right or isinstance(error, (FileNotFoundError, PermissionError, ValueError, ImportError))
             raise StoreFailed(f"{self.url} cannot be {what}: {said}", is_wrong=is_wrong) from error
-        return answer  # type: ignore[return-value]
+        return answer.result()
 
 
-class _Progress:
-    """When the store last moved a byte, and how long the store may be silent."""
+def _transfer(num_bytes: int = 0) -> Any:
+    """Return fsspec's callback of a transfer. It knows when the store last moved a byte, and how long it may be silent."""
+    from fsspec.callbacks import Callback
 
-    def __init__(self, num_bytes: int = 0) -> None:
-        self.patience_s = _PATIENCE_S + num_bytes / _SLOWEST
-        self._moved_at = time.monotonic()
+    def move(*_: Any, **__: Any) -> None:
+        transfer.moved_at = time.monotonic()
 
-    def callback(self) -> Any:
-        """Return the callback that a transfer calls when bytes have moved."""
-        from fsspec.callbacks import Callback
-
-        return Callback(hooks={"moved": lambda *_, **__: setattr(self, "_moved_at", time.monotonic())})
-
-    @property
-    def is_silent(self) -> bool:
-        return time.monotonic() - self._moved_at > self.patience_s
+    transfer = Callback(hooks={"moved": move})
+    transfer.patience_s = _PATIENCE_S + num_bytes / _SLOWEST
+    move()
+    return transfer
 
 
 def _version(info: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TextIO
 from urllib.parse import quote
@@ -89,23 +89,28 @@ def _fault_of(text: str) -> str | None:
     return None
 
 
-class WrappedStream:
-    """A text stream that changes how text is written. Everything else is done by the wrapped stream."""
+class Redacting:
+    """A text stream that removes secrets from all text that is written to it; its errors are of the class `error`."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, error: type[OSError] = OSError) -> None:
+        self._stream, self._error = stream, error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-
-class Redacting(WrappedStream):
-    """A text stream that removes secrets from all text that is written to it."""
-
     def write(self, text: str) -> int:
-        self._stream.write(redact(text))
+        self._do(self._stream.write, redact(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
+
+    def _do(self, act: Callable[..., Any], *arguments: str) -> None:
+        try:
+            act(*arguments)
+        except OSError as error:
+            raise self._error(error.errno, error.strerror) from error

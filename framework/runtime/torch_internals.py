@@ -250,6 +250,17 @@ BACKWARD_FUNCTION = "_engine_run_backward"  # the innermost function while gradi
 # --- pipelines
 
 
+def greet_others_only(stage: Any, *, rank: int) -> None:
+    """Let a stage open its connections to other ranks only: before torch 2.12, neighbours on one rank send to themselves.
+
+    `rank` is this rank in the stage's group. gloo has no connection of a rank to itself.
+    """
+    if torch.__version__ >= "2.12":
+        return
+    greetings = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != rank]
+
+
 def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
     """Return a GPipe schedule. It may have fewer micro-batches than stages: torch 2.10 refuses this, but can run it."""
     from torch.distributed.pipelining import ScheduleGPipe

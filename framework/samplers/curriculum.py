@@ -1,9 +1,10 @@
 """Curriculum: easy samples first. An epoch draws, with replacement, from the easiest share of the data, which grows."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
 from framework.randomness import keys, random_uniform
 from framework.samplers.values import values_of
@@ -17,11 +18,9 @@ class Curriculum:
     Source: Platanios et al. 2019, "Competence-based curriculum learning", equation 7 (the square root of time).
     """
 
-    def __init__(self, *, difficulty: str, start: float = 0.1, epochs: int = 5) -> None:
-        if not 0 < start <= 1:
-            raise ValueError(f"sampler.start={start}: is out of range (above 0, at most 1)")
-        if epochs < 1:
-            raise ValueError(f"sampler.epochs={epochs}: is out of range (at least 1)")
+    def __init__(
+        self, *, difficulty: str, start: Annotated[float, Gt(0), Le(1)] = 0.1, epochs: Annotated[int, Ge(1)] = 5
+    ) -> None:
         self.difficulty, self.start, self.epochs = difficulty, start, epochs
         self._easiest_first: np.ndarray | None = None
 

@@ -1,8 +1,9 @@
 """Length-grouped: each sample once in an epoch, with samples of similar length together, so that there is little padding."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge
 
 from framework.randomness import key, keys, random_bits
 from framework.samplers.values import values_of
@@ -16,9 +17,9 @@ class LengthGrouped:
     Source: Hugging Face's `group_by_length`, after fairseq's batches by size.
     """
 
-    def __init__(self, *, lengths: str, batch_size: int, group_size: int = 4096) -> None:
-        if not 1 <= batch_size <= group_size:
-            raise ValueError(f"sampler.batch_size={batch_size}: is out of range (1 to sampler.group_size={group_size})")
+    def __init__(self, *, lengths: str, batch_size: Annotated[int, Ge(1)], group_size: int = 4096) -> None:
+        if batch_size > group_size:
+            raise ValueError(f"sampler.batch_size={batch_size}: is out of range (at most sampler.group_size={group_size})")
         self.lengths, self.batch_size, self.group_size = lengths, batch_size, group_size
         self._values: np.ndarray | None = None
 

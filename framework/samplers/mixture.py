@@ -41,12 +41,6 @@ class Mixture:
 
 def _walk(length: int, first: int, count: int, *, seed: int, name: str) -> np.ndarray:
     """Return `count` numbers, starting at place `first`, of endless passes through `range(length)`, each in random order."""
-    numbers = np.empty(count, dtype=np.int64)
-    done = 0
-    while done < count:
-        number, offset = divmod(first + done, length)
-        order = np.argsort(random_bits(keys(seed, name, number, np.arange(length))), kind="stable")
-        part = order[offset : offset + count - done]
-        numbers[done : done + len(part)] = part
-        done += len(part)
-    return numbers
+    passes = range(first // length, -(-(first + count) // length)) if count else ()  # a source without a share may be empty
+    orders = [np.argsort(random_bits(keys(seed, name, number, np.arange(length))), kind="stable") for number in passes]
+    return np.concatenate([np.empty(0, dtype=np.int64), *orders])[first % max(1, length) :][:count]

@@ -1,8 +1,9 @@
 """Weighted: samples are drawn with replacement, each with a probability proportional to its weight."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge
 
 from framework.randomness import keys, random_uniform
 from framework.samplers.values import values_of
@@ -11,9 +12,7 @@ from framework.samplers.values import values_of
 class Weighted:
     """The sampler. `weights` is a `.npy` file or a value of the samples; `balanced`: it holds classes, all equally likely."""
 
-    def __init__(self, *, weights: str, balanced: bool = False, num_samples: int | None = None) -> None:
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"sampler.num_samples={num_samples}: is out of range (at least 1)")
+    def __init__(self, *, weights: str, balanced: bool = False, num_samples: Annotated[int, Ge(1)] | None = None) -> None:
         self.weights, self.balanced, self.num_samples = weights, balanced, num_samples
         self._bounds: np.ndarray | None = None
 

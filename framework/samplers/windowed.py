@@ -1,8 +1,9 @@
 """Windowed: an order for streams. Shards in random order; samples are shuffled within a window, so reading is sequential."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge
 
 from framework.randomness import key, keys, random_bits
 
@@ -13,9 +14,7 @@ class Windowed:
     The groups of a source (its shards) get a random order in each epoch; a source without groups is one group.
     """
 
-    def __init__(self, *, window: int = 10_000) -> None:
-        if window < 1:
-            raise ValueError(f"sampler.window={window}: is out of range (at least 1)")
+    def __init__(self, *, window: Annotated[int, Ge(1)] = 10_000) -> None:
         self.window = window
 
     def epoch(self, epoch: int, *, source: Any, seed: int) -> "_Stream":

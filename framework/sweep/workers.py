@@ -5,11 +5,10 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from framework.runtime.files import lock_file
+from framework.runtime.files import locked
 from framework.runtime.lock import Lock, RunLocked
 
 
@@ -32,16 +31,9 @@ class Worker:
         self._lock.release()
         shutil.rmtree(self._folder / self._name, ignore_errors=True)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Exclude other workers, as far as the file system's locks work: two workers must not create a database together."""
-        descriptor = None
-        while descriptor is None:
-            descriptor = lock_file(self._folder / "lock", waits=True)
-        try:
-            yield
-        finally:
-            os.close(descriptor)
+        return locked(self._folder / "lock")
 
     def claim(self, trial: int) -> bool:
         """Claim a trial by its number. Return whether this worker gets it. It does not if a living worker has it."""

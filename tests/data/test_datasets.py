@@ -1,6 +1,5 @@
 """All datasets: YAML files, import costs and sources; and the two that need no file, digits and synthetic."""
 
-import dataclasses
 import inspect
 import subprocess
 import sys
@@ -12,8 +11,9 @@ import pytest
 import torch
 import yaml
 
+from framework.config.folders import option_node
+from framework.config.validation import component_problems
 from framework.data.digits import Digits
-from framework.data.shared import arrays_of
 from framework.data.source import Arrays, Source, Windows
 from framework.data.synthetic import Synthetic
 
@@ -78,8 +78,9 @@ print([name for name in ("torch", "torchvision", "PIL") if name in sys.modules])
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_negative_num_workers_are_refused(option: str):
-    with pytest.raises(ValueError, match=r"dataset\.num_workers=-1: .*at least 0"):
-        dataset_class(option)(num_workers=-1)
+    node = {"_target_": option_node("dataset", option)["_target_"], "num_workers": -1}
+    (problem,) = component_problems("dataset", node, known=[])
+    assert str(problem) == "dataset.num_workers: -1 is out of range (at least 0)"
 
 
 # Sources
@@ -100,17 +101,6 @@ def test_a_source_without_a_sample_is_refused():
         Windows(np.arange(9), seq_len=9)
     with pytest.raises(ValueError, match="at least one sample"):
         Arrays(np.zeros((0, 1)), np.zeros(0))
-
-
-@pytest.mark.parametrize("source", [Digits().load("val"), Synthetic(kind="tokens").load("val")])
-def test_source_over_memory_mapped_arrays_is_the_same_source(source, tmp_path: Path):
-    for name, array in arrays_of(source).items():
-        np.save(tmp_path / f"{name}.npy", array)
-    mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in arrays_of(source)}
-    other = dataclasses.replace(source, **mapped)
-    assert len(other) == len(source)
-    for array, mapped_array in zip(everything(source), everything(other), strict=True):
-        assert np.array_equal(array, mapped_array)
 
 
 # Digits

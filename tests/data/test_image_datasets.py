@@ -1,7 +1,6 @@
 """Datasets of image files: MNIST and Fashion-MNIST, CIFAR, image folders."""
 
 import gzip
-import pickle
 import struct
 import threading
 from functools import partial
@@ -13,11 +12,10 @@ import pytest
 from PIL import Image
 
 from framework.data import published
-from framework.data.image_folder import ImageFolder, decode_image
+from framework.data.image_folder import ImageFolder
+from framework.data.loading import load_split
 from framework.data.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
-from framework.data.shared import arrays_of
-from framework.data.source import Arrays, Files, Source
-from framework.runtime.torchvision_fix import make_torchvision_importable
+from framework.data.source import Arrays, Files, Source, decode_image
 
 SPLITS = ("train", "val", "test")
 
@@ -27,11 +25,6 @@ def everything(source: Source) -> tuple[np.ndarray, np.ndarray]:
 
 
 # published sets
-
-
-@pytest.fixture(autouse=True, scope="module")
-def importable() -> None:
-    make_torchvision_importable()
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
@@ -89,18 +82,12 @@ def test_missing_files_are_named_with_the_remedies(tmp_path: Path, monkeypatch: 
     (problem,) = FashionMNIST(root=str(tmp_path)).problems()
     assert problem.endswith("(dataset.download=true or apt-get install dataset-fashion-mnist)")
     assert FashionMNIST(root=str(tmp_path), download=True).problems() == []
-    (problem,) = CIFAR100(root=str(tmp_path)).problems()
-    assert problem == f"dataset.root: train.bin, test.bin not in {tmp_path}/cifar-100-binary (dataset.download=true)"
-    with pytest.raises(ValueError, match=r"data_batch_1.bin, .* not in"):
-        CIFAR10(root=str(tmp_path)).load("train")
 
 
 def test_num_val_leaves_something_to_train_on(tmp_path: Path) -> None:
     write_mnist(tmp_path / "MNIST" / "raw")
     with pytest.raises(ValueError, match=r"dataset\.num_val=20: must be below the 20 images"):
         MNIST(root=str(tmp_path), num_val=20).load("train")
-    with pytest.raises(ValueError, match=r"dataset\.num_val=0"):
-        MNIST(num_val=0)
 
 
 def test_download_fetches_mnist_into_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +144,7 @@ def test_missing_or_damaged_cifar_is_a_problem(tmp_path: Path):
     assert problem == f"dataset.root: train.bin, test.bin not in {tmp_path}/cifar-100-binary (dataset.download=true)"
     assert CIFAR100(root=str(tmp_path), download=True).problems() == []
     with pytest.raises(ValueError, match="data_batch_1.bin, .* not in"):
-        CIFAR10(root=str(tmp_path)).load("train")
+        load_split(CIFAR10(root=str(tmp_path)), "train", seed=0)
     (tmp_path / "cifar-100-binary").mkdir()
     for name, content, fault in (
         ("train.bin", bytes(3075), "3075 bytes"),
@@ -211,8 +198,7 @@ def test_image_folder_decodes_on_demand_what_is_large(tmp_path: Path):
     write_images(tmp_path, num=50)
     once, on_demand = (ImageFolder(root=str(tmp_path), decode_once_gib=gib, image_size=8).load("train") for gib in (1, 0))
     assert isinstance(once, Arrays) and isinstance(on_demand, Files)
-    assert list(arrays_of(on_demand)) == ["targets"]
-    for array, decoded in zip(everything(once), everything(pickle.loads(pickle.dumps(on_demand))), strict=True):
+    for array, decoded in zip(everything(once), everything(on_demand), strict=True):
         assert np.array_equal(array, decoded)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from framework.config.folders import option_node
+from framework.config.validation import component_problems
 from framework.data.order import Order
 from framework.samplers.curriculum import Curriculum
 from framework.samplers.length_grouped import LengthGrouped
@@ -142,16 +144,20 @@ def test_what_does_not_fit_is_said(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("option", "key", "value"),
     [
-        lambda: Windowed(window=0),
-        lambda: Curriculum(difficulty="x", start=0.0),
-        lambda: Curriculum(difficulty="x", epochs=0),
-        lambda: LengthGrouped(lengths="x", batch_size=9, group_size=8),
-        lambda: Mixture(weights=[0, 0]),
-        lambda: Weighted(weights="x", num_samples=0),
+        ("windowed", "window", 0), ("curriculum", "start", 0.0), ("curriculum", "epochs", 0), ("weighted", "num_samples", 0),
+        ("length_grouped", "batch_size", 0),
     ],
+)  # fmt: skip
+def test_what_is_out_of_range_is_refused(option: str, key: str, value: float) -> None:
+    (problem,) = component_problems("sampler", option_node("sampler", option) | {key: value}, known=[])
+    assert (problem.key, problem.what) == (f"sampler.{key}", f"{value} is out of range")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: LengthGrouped(lengths="x", batch_size=9, group_size=8), lambda: Mixture(weights=[0, 0])]
 )
-def test_what_is_out_of_range_is_refused(make: Any) -> None:
+def test_what_does_not_go_together_is_refused(make: Any) -> None:
     with pytest.raises(ValueError, match=r"^sampler\."):
         make()

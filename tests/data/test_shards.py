@@ -101,7 +101,7 @@ def test_the_records_of_a_file_are_counted_once_until_the_file_changes(
         return original(file, *arguments, **options)
 
     check(of_kind(kind, tmp_path), kind)
-    for module in (builtins, io, tarfile):
+    for module in (tarfile,) if kind == "tar" else (builtins, io):  # reading a record of a tar file opens it, without tarfile
         monkeypatch.setattr(module, "open" if module is not tarfile else "bltn_open", noted)
     pattern = str(tmp_path / f"train-*.{kind}")
     check(Tar(pattern) if kind == "tar" else Tables(pattern), kind)

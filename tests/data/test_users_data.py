@@ -12,9 +12,9 @@ import torch
 
 from framework.build.components import kept_on_cpu
 from framework.data.loader import Loader
+from framework.data.loading import load_split
 from framework.data.map_style import MapStyle
 from framework.data.order import Order
-from framework.data.shared import load_split
 from framework.data.source import Split
 from framework.runtime.exits import Unfit, headline
 from tests.faulty_data import Damaged, DrawnSplit, Dying, Epochs, Odd, Points, Records, drop

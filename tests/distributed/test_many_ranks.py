@@ -145,7 +145,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wire]:
                 join(groups, store)
 
             patched.setattr(Groups, "join", fake_join)
-            place = Environment(rank=rank, local_rank=0, world_size=num_ranks, local_world_size=1, first_on_node=rank)
+            place = Environment(rank=rank, local_rank=0, world_size=num_ranks, local_world_size=1)
             world = World.start(place, backend="gloo", timeout_s=20.0, scratch=None)
             try:
                 assert train(Builder(compose(*line), world=world)) == Exit.FINISHED

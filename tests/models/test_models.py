@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import models.gpt
-from framework.runtime.torchvision_fix import make_torchvision_importable
 from framework.tasks.outputs import main_output
 from models.cnn import CNN
 from models.gpt import GPT, rotate
@@ -29,11 +28,6 @@ OPTIONS = sorted(path.stem for path in CONF.glob("*.yaml"))
 FROM_DATA = {"num_classes": 10, "in_channels": 1, "image_size": 8, "vocab_size": 17, "seq_len": 12}
 COUPLES_SAMPLES = {"torchvision"}  # its default, resnet18, has BatchNorm as published
 WITHOUT_BLOCKS = {"torchvision"}  # foreign module trees have no common unit
-
-
-@pytest.fixture(autouse=True, scope="module")
-def importable_torchvision() -> None:
-    make_torchvision_importable()
 
 
 def arguments(option: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.modules.recomputation import Recomputed, recompute_activations
-from framework.runtime.torchvision_fix import make_torchvision_importable
 
 
 class Moving(nn.Module):
@@ -96,7 +95,6 @@ class Dense(nn.Module):
 @pytest.mark.parametrize("which", [True, "operations"])
 def test_a_cache_that_blocks_fill_is_for_the_second_forward_as_empty_as_for_the_first(which: Recomputed) -> None:
     """As in transformers' models, whose cache of keys and values is on by default."""
-    make_torchvision_importable()
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2

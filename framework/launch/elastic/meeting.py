@@ -18,7 +18,7 @@ from framework.launch.elastic.membership import MEMBERSHIP, Member, Membership
 from framework.launch.elastic.signs import Signs
 from framework.runtime.exits import RunEnded
 from framework.runtime.files import write_atomically
-from framework.runtime.lock import is_gone, process_identity
+from framework.runtime.lock import is_alive, process_identity
 
 Returned = TypeVar("Returned")
 
@@ -161,7 +161,7 @@ class Meeting:
         with suppress(OSError, ValueError):
             holder = json.loads(claim.read_text())
         silent_s = now - self._claims.setdefault(claim, now)
-        return not holder.get("is_done") and (silent_s > _DEAD_AFTER_S or is_gone(holder))
+        return not holder.get("is_done") and (silent_s > _DEAD_AFTER_S or is_alive(holder) is False)
 
     def wait_for_next(self, membership: Membership) -> None:
         """Become a waiting node, even if the others considered this node dead. Call this within `change`."""

@@ -24,7 +24,7 @@ from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
 from framework.parallel.pipelining.sent import SendDtype, Sent
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_stages import greet_others_only
+from framework.runtime.torch_internals import greet_others_only
 
 
 class Pipeline:
