@@ -82,7 +82,7 @@ sys.exit(start(OVERRIDES))
 
 def kill_run_after(step: int) -> None:
     """Make the run kill all its processes with SIGKILL after a step; 0 = never."""
-    from framework.training.trainer import Trainer
+    from framework.training.loop import Trainer
 
     original = Trainer.train_step
 

@@ -34,7 +34,7 @@ def count_bytes(folder: str) -> None:
     import torch.distributed as dist
 
     from extras.compression import hooks
-    from framework.training.trainer import Trainer
+    from framework.training.loop import Trainer
 
     sent = {"bytes": 0, "plain": 0}
 

@@ -54,7 +54,7 @@ sys.exit(start(OVERRIDES))
 
 def note_after_second_step(folder: str) -> None:
     """Make every process record its bytes at the end of the second step."""
-    from framework.training.trainer import Trainer
+    from framework.training.loop import Trainer
 
     original = Trainer.train_step
 
@@ -108,7 +108,7 @@ def note_peaks(folder: str) -> None:
     from framework.build.training import Builder
     from framework.checkpoint.saver import Saver
     from framework.modes import train as mode
-    from framework.training.trainer import Trainer
+    from framework.training.loop import Trainer
 
     peaks: dict[str, int] = {}
     before: list[int] = []

@@ -70,7 +70,7 @@ def import_rest():
     from framework.preflight import child
     from framework.build.training import Builder
     from framework.preflight import rehearsal
-    from framework.training.trainer import Trainer
+    from framework.training.loop import Trainer
     mark_after(child, "problems_in_child", "model and optimizer checked, in a process of its own")
     mark_after(rehearsal, "rehearse", "rehearsal")
     mark_after(Builder, "trainer", "data, model, optimizer")
@@ -119,7 +119,7 @@ torch.save(model.state_dict(), FOLDER + "/model.pt")
 FRAMEWORK_END = """
 import sys, time
 sys.argv = ["train.py", "run.root=" + FOLDER, "trainer.max_epochs=null", "trainer.max_steps=20"]
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 original = Trainer.train_step
 def train_step(self, *args, **kwargs):
     result = original(self, *args, **kwargs)

@@ -24,7 +24,7 @@ from framework.modes import bench
 from framework.modules.float8 import float8_fault
 from framework.modules.recomputation import offload_activations, recompute_activations
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests import device_branches, fake_cuda
 from tests.emulated_tensors import Emulated
 from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks

@@ -18,8 +18,8 @@ from framework.engine.seam import Step
 from framework.modules.tensors import local
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Diverged
+from framework.training.loop import Trainer
 from framework.training.recovery import Recovery
-from framework.training.trainer import Trainer
 from tests.checkpoint.sealing import edit
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, note_steps, slow_but
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, MODELS, NOT_EQUAL, layouts

@@ -20,7 +20,7 @@ from framework.config.folders import option_node, options
 from framework.distributed.world import World
 from framework.optim.update import Update
 from framework.preflight.processes import axes_of
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import checked, finished, slow_but, typed
 from tests.test_loop import TINY
 from tests.test_turns import GAN

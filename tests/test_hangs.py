@@ -22,7 +22,7 @@ from framework.distributed.hang.diagnose import frames
 from framework.engine.engine import Engine
 from framework.launch import worker
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_same_bits, begin, end, finished, wait_for, wait_for_checkpoint
 from tests.launch.test_local import assert_gone, leftovers
 from tests.test_resume import RUN, STRATEGIES

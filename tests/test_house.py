@@ -32,7 +32,7 @@ def num_lines() -> int:
 
 
 def trainer_parameters() -> int:
-    from framework.training.trainer import Trainer
+    from framework.training.loop import Trainer
 
     return len(inspect.signature(Trainer).parameters)
 

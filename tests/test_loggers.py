@@ -27,7 +27,7 @@ from framework.loggers.tensorboard import TensorBoard
 from framework.loggers.wandb import Wandb
 from framework.runs.metrics_file import MACHINE
 from framework.sweep.sweep import sweep
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_same_bits, command, files_below, finished, slow_but, wait_for
 from tests.test_resume import after_step, crash, preempt
 from tests.wandb_server import WandbServer, wandb_server

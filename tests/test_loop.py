@@ -15,7 +15,7 @@ import yaml
 from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_compiler import has_compiler
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished
 from tests.test_resume import after_step, preempt
 

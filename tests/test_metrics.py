@@ -24,10 +24,10 @@ from framework.runs.metrics_file import MACHINE
 from framework.runtime.exits import Unfit
 from framework.tasks.classification import Classification
 from framework.tasks.language_modeling import LanguageModeling
+from framework.training.loop import Trainer
 from framework.training.metrics import Metrics
 from framework.training.speed import PARTS, Speed
 from framework.training.tracking import Patience, Tracker
-from framework.training.trainer import Trainer
 from tests.harness import Ended, assert_close, checked, command, finished
 from tests.test_loop import GPT, TINY, rows_of
 from tests.test_resume import after_step, crash

@@ -25,7 +25,7 @@ from framework.optim.optimizers import Muon, Trainable, adamw, hidden_matrices, 
 from framework.optim.precision import PRECISIONS, LossScale
 from framework.optim.update import AveragedWeights, Update
 from framework.runtime.exits import Diverged
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
 from tests.test_resume import after_step, preempt
 

@@ -17,7 +17,7 @@ from framework.build.training import Builder
 from framework.checkpoint.store import CheckpointStore
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, slow_but, wait_for
 from tests.test_resume import RUN, STRATEGIES
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from framework.checkpoint.manifest import read_state
 from framework.runtime.environment import Environment
 from framework.runtime.preemption import PREEMPTION
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 
 # 7 steps an epoch, of which the last is short (4 of 16 samples); 21 steps; BatchNorm, dropout and augmentation on

@@ -16,7 +16,7 @@ from framework.checkpoint.manifest import read_state
 from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues, Noise
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, FOR_EXPERTS, MODELS, RUN, SMALL, name

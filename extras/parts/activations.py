@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from framework.modules.parts import nearest_name
 from framework.modules.tensors import first_tensor, local
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class Activations:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from framework.modules.parts import nearest_name
 from framework.modules.tensors import gradient_of, whole
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 Bins = list[Any]  # lowest value, highest value, counts in equal bins between them
 

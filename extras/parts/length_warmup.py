@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from framework.modules.tensors import first_tensor, map_tensors
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class LengthWarmup:

@@ -4,7 +4,7 @@ from statistics import median
 from typing import Any
 
 from framework.runtime.exits import Diverged
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class LossSpikes:

@@ -6,7 +6,7 @@ from typing import Any
 from framework.runs.figures import write_figure
 from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class LRRange:

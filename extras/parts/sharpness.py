@@ -5,7 +5,7 @@ import math
 import torch
 
 from framework.modules.tensors import gradient_of
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class Sharpness:

@@ -2,7 +2,7 @@
 
 import time
 
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class TimeLimit:

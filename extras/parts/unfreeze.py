@@ -3,7 +3,7 @@
 from fnmatch import fnmatchcase
 
 from framework.modules.parts import nearest_name
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class Unfreeze:

@@ -47,14 +47,14 @@ from framework.runs.directory import RunDirectory
 from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
 from framework.runtime.numerics import set_numerics
-from framework.training.loop import Loop
+from framework.training.loop import Trainer
+from framework.training.loop_view import Loop
 from framework.training.metrics import Metrics
 from framework.training.parts import Blame, LoopParts
 from framework.training.plan import Plan
 from framework.training.recorder import Recorder
 from framework.training.speed import Speed
 from framework.training.tracking import Patience, Tracker
-from framework.training.trainer import Trainer
 
 
 class Builder:

@@ -11,8 +11,8 @@ from framework.loggers.sink import RunInfo
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.facts import say
 from framework.runtime.log import LOGGER, log_wrapped
+from framework.training.loop import Trainer
 from framework.training.stored_samples import stored_samples
-from framework.training.trainer import Trainer
 
 
 def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str, str]]) -> None:

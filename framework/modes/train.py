@@ -34,7 +34,7 @@ from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER, log_wrapped
 from framework.runtime.plain import Invalid, require_file
 from framework.runtime.preemption import PREEMPTION
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 
 
 def train(build: Builder) -> Exit:

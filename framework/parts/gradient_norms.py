@@ -2,7 +2,7 @@
 
 import math
 
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class GradientNorms:

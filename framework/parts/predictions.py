@@ -10,7 +10,7 @@ from framework.engine.seam import MicroBatch
 from framework.loggers.sink import Samples
 from framework.runtime.log import LOGGER
 from framework.tasks.outputs import written_outputs
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 from framework.training.predictions_file import CODES, PredictionsFile
 from framework.training.stored_samples import stored_samples, write_picture
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 
 class TextSamples:

@@ -1,162 +1,298 @@
-"""The loop as the parts of a run see it."""
+"""The training loop. It does not depend on the strategy, the launcher or the loggers."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from framework.checkpoint.gathering import gathered
+from framework.checkpoint.canonical import state_tensors
+from framework.checkpoint.plain_state import plain_state_of_all
+from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
+from framework.checkpoint.training_state import TrainingState
 from framework.data.loader import Splits
-from framework.data.source import Dataset
+from framework.data.source import Split
 from framework.distributed.world import World
-from framework.engine.buffers import Buffers
 from framework.engine.engine import Engine
-from framework.engine.seam import Step, Task
-from framework.engine.sums import Sums, means, weight_of
-from framework.modules.tensors import Tree, gradient_of, map_tensors, whole
-from framework.optim.update import AveragedWeights, Update
-from framework.randomness import generator_states, set_generator_states
-from framework.training.evaluation import totals
+from framework.engine.seam import Step
+from framework.engine.sums import Sums, means, over_turns, weight_of, with_loss_of_turn
+from framework.modules.structure import names_of_trained
+from framework.optim.turns import Turn
+from framework.optim.update import Update
+from framework.runs.metrics_file import Row, numbers_of
+from framework.runtime.exits import Diverged, Unfit
+from framework.runtime.preemption import PREEMPTION
+from framework.training.evaluation import measure, totals
+from framework.training.guard import require_equal_replicas, require_equal_trails
+from framework.training.loop_view import finish_gradients
+from framework.training.metrics import finite
+from framework.training.parts import LoopParts
+from framework.training.plan import Plan
+from framework.training.recorder import Recorder
+from framework.training.recovery import Recovery
+from framework.training.speed import Speed, peak_memory_gib
+from framework.training.tracking import Tracker, combined
 
 
-class Loop:
-    """The loop's interface for parts. All ranks call a part at the same moment, and must call the same methods."""
+@dataclass(kw_only=True, eq=False)
+class Trainer:
+    """The training of an engine's model from `progress` to the plan's last step. Every method is collective."""
 
-    def __init__(
-        self, *, world: World, engine: Engine, task: Task, dataset: Dataset, splits: Splits, update: Update,
-        directory: Path, seed: int, total_steps: int, progress: Progress,
-    ) -> None:  # fmt: skip
-        self.engine, self.task, self.dataset, self.splits = engine, task, dataset, splits
-        self.optimizer, self.directory = update.optimizer, directory
-        self.seed, self.total_steps, self.progress = seed, total_steps, progress
-        self.has_row = False  # the current step gets a row of metrics.jsonl
-        self.split = ""  # the split that is or was last measured
-        self.stopped = ""  # why a part has ended the run
-        self.is_ending = False  # the run is to end after this step: the last step, or stopped by a part or early stopping
-        self._world, self._update = world, update
-        self._buffers = Buffers(*(module for module in (engine.module, engine.task) if module is not None))
-        self._sums: Sums = {}
-        self._under_way = Step(0, 1, [])
-        self._call_earlier: Callable[[], None] = lambda: None  # calls the parts before the current part
+    world: World
+    engine: Engine
+    update: Update
+    splits: Splits
+    saver: Saver
+    recorder: Recorder
+    plan: Plan
+    tracker: Tracker
+    speed: Speed
+    parts: LoopParts
+
+    def __post_init__(self) -> None:
+        self.progress = self.parts.loop.progress
+        self.held = TrainingState(self.engine.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
+        divergence = self.plan.settings.divergence
+        self.recovery = Recovery(divergence, world=self.world, held=self.held, saver=self.saver, recorder=self.recorder)
+        self.parameters = [parameter for parameter in nn.Module.parameters(self.engine.module) if parameter.requires_grad]
+        self.trained = names_of_trained(self.engine.module)
+        self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: not finite after a loss that is not
+        self.memory_gib: list[float] = []  # the peak of each rank
+        self.grad_norm = 0.0  # the last value read
+
+    def fit(self) -> bool:
+        """Train. Return True when the run is finished; False when it was preempted, after a committed checkpoint."""
+        if self.is_over:
+            return True
+        if self.recovery.needs_checkpoint:
+            self.commit()
+        step, steps = self.begin()
+        is_asked = is_late = False  # whether a stop and a checkpoint wait for a step after which the run can be saved
+        while True:
+            try:
+                self.take(step)
+            except Diverged as error:
+                self.tick()
+                state = self.recovery.recover(error, step=step, progress=self.progress)
+                if state is not None:
+                    self.load_state_dict(state)
+                    self.loss_watch.zero_()
+                    step, steps = self.begin()
+                    continue
+                self.parts.step_taken()
+            self.parts.agree_on_end()
+            can_save = self.parts.can_save(is_ending=self.is_ending)
+            if self.is_over or self.is_due(self.plan.settings.eval_every):
+                self.evaluate("val")
+            is_best = can_save and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
+            flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)
+            asked_now, save_failed = self.world.agreement.any_flags(*flags, now=has_row)
+            is_asked |= asked_now
+            is_late |= self.is_due(self.plan.checkpoint_every)
+            preempted = is_asked and can_save
+            if save_failed:
+                self.saver.settle()
+            if self.is_over:
+                self.evaluate("test")
+            is_due = is_best or preempted or (is_late and can_save)
+            if preempted and not self.is_over:
+                is_due = not self.saver.is_short_of_time(self.progress.step, grace_s=self.plan.grace_s)
+            if self.is_over or is_due:
+                self.save()
+                is_late = False
+            if self.is_over or preempted:
+                self.speed.enter("end")
+                self.saver.finish()
+                return self.is_over
+            self.speed.enter("data")
+            step = next(steps)
+
+    def begin(self) -> tuple[Step, Iterator[Step]]:
+        """Start at `progress`: return the first step and an iterator of the following steps."""
+        self.speed.enter("start")
+        steps = self.splits.loader("train").train(self.progress.samples_seen)
+        step = next(steps)
+        self.engine.warm_up()
+        self.speed.begin(step=self.progress.step, samples_seen=self.progress.samples_seen)
+        return step, steps
 
     @property
-    def step(self) -> int:
-        """The number of optimizer steps taken."""
-        return self.progress.step
+    def is_over(self) -> bool:
+        return self.is_due(None) or (self.is_ending and self.parts.can_save(is_ending=True))
 
     @property
-    def samples_seen(self) -> int:
-        """The number of samples in the steps taken, over all processes."""
-        return self.progress.samples_seen
+    def is_ending(self) -> bool:
+        return self.is_due(None) or self.tracker.patience.is_exhausted or bool(self.parts.loop.stopped)
 
-    @property
-    def wall_s(self) -> float:
-        """The seconds that the run has taken until its last row or checkpoint, over all its starts, by this rank's clock."""
-        return self.progress.wall_s
+    def is_due(self, every: int | None, *, at: int | None = None) -> bool:
+        at = self.progress.step if at is None else at
+        return at >= self.plan.total_steps or (every is not None and at % every == 0)
 
-    @property
-    def turn(self) -> str:
-        """The turn (optimizer.turns) with gradients that are ready; empty without turns."""
-        return self._under_way.turn
+    def take(self, step: Step) -> None:
+        """Take one optimizer step, and log it if due. Raise Diverged, without a step, if it is not finite."""
+        if self.speed.profile is not None:
+            self.speed.profile.begin_step(self.progress.step + 1)
+        is_logged = self.is_due(self.plan.settings.log_every, at=self.progress.step + 1)
+        sums, grad_norm = self.train_step(step, measure=is_logged)
+        if is_logged:
+            self.log_step(step, sums, grad_norm)
 
-    @property
-    def module(self) -> nn.Module:
-        """This rank's part of the model, under the model's own names: its tensors may be shards (DTensor)."""
-        return self.engine.module
+    def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
+        """Take one optimizer step. Return this rank's sums and, if measured, the global gradient norm."""
+        progress, turns = self.progress, self.update.due(self.progress.step)
+        self.world.at("training", step=progress.step + 1)
+        self.speed.enter("forward_backward")
+        self.recovery.begin_step()
+        step, sums, norms = self.parts.begin_step(step, has_row=measure), Sums(), list[Tensor]()
+        for turn in turns:
+            more, norm = self.take_turn(turn, step, measure=measure, is_last=turn is turns[-1])
+            sums = over_turns(sums, more)
+            norms += [norm] if norm is not None else []
+        self.speed.enter("loop")
+        self.loss_watch += sums["loss"]
+        progress.step += 1
+        progress.samples_seen += step.num_samples
+        self.parts.step_taken()
+        return sums, torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else None
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the one rank that writes files."""
-        return self._world.rank == 0
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the current micro-batch does not count, because it repeats a micro-batch as padding."""
-        return self.engine.forward.is_padding
-
-    @property
-    def device(self) -> torch.device:
-        return self._world.device
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return this rank's trained parameters by name."""
-        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-
-    def averaged(self) -> dict[str, Tensor]:
-        """Return the averaged weights of this rank's trained parameters by name; {} if the run averages none itself."""
-        average = self._update.average
-        found = average.tensors if isinstance(average, AveragedWeights) else {}
-        return {name: found[name] for name in self.trained() if name in found}
-
-    def loss(self) -> float:
-        """Return the loss of the current step, over the whole global batch, after its gradients are ready. Collective."""
-        mine = {name: value for name, value in self._sums.items() if name in ("loss", weight_of("loss"))}
-        return means(totals(mine, world=self._world), num_samples=self._under_way.num_samples)["loss"]
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks of a tensor of any shape, on the CPU, in float64. Collective."""
-        return self._world.agreement.sum(values.detach().double().cpu())
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in the order of the ranks. Collective. For small values only: see `distinct`."""
-        return self._world.agreement.gather(value)
-
-    def distinct(self, value: Any) -> list[Any]:
-        """Return the different values of the ranks, as plain data, in the order of the first rank with each value. Collective.
-
-        If many ranks have the same value, for example the same names, it is sent only once.
-        """
-        return list(self._world.agreement.distinct(value).values())
-
-    def on_main(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all ranks' tensors by name, on the CPU, on the rank that writes files; nothing on other ranks. Collective."""
-        found = gathered(tensors, world=self._world)
-        return dict(zip(found.kinds, found.tensors))
-
-    def any(self, flag: bool) -> bool:
-        """Return whether any rank's `flag` is true. Use it for decisions about things that differ between ranks. Collective."""
-        return bool(self.sum(torch.tensor(float(flag))))
-
-    def gradient_norms(self) -> dict[str, float]:
-        """Return the L2 norm of every trained parameter's whole gradient, by name, on every rank. Collective."""
-        found = {name: gradient_of(p) for name, p in self.trained().items()}
-        norms = {name: whole(torch.linalg.vector_norm(g)) for name, g in found.items() if g is not None}
-        mine = dict(zip(norms, torch.stack(list(norms.values())).tolist() if norms else []))
-        return {name: norm for part in self.distinct(mine)[::-1] for name, norm in part.items()}
-
-    def recompute(self) -> None:
-        """Compute the step's gradients again, with the same batch and draws, but with the current weights. Collective.
-
-        Call it when the gradients are ready. The parts before the calling part get `gradients_ready` again, so that their
-        changes hold for the new gradients too. Buffers such as running statistics do not change a second time.
-        """
-        before, states, call_earlier = self._buffers.values(), generator_states(devices=[self.device]), self._call_earlier
-        for parameter in self.trained().values():
+    def take_turn(self, turn: Turn | None, step: Step, *, measure: bool, is_last: bool) -> tuple[Sums, Tensor | None]:
+        """Do the work of `train_step` for the parameters of one turn, or for all parameters."""
+        progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
+        step = step._replace(turn=turn.name) if turn is not None else step
+        self.speed.enter("forward_backward")
+        for parameter in self.parameters:
             parameter.grad = None
-        step, update = self._under_way, self._update
-        sums = self.engine.train(step, index=self.step, loss_scale=update.loss_scale.value, measure=False)
-        finish_gradients(sums, step=step, engine=self.engine, update=update)
-        self._buffers.set(before)
-        call_earlier()
-        self._call_earlier = call_earlier
-        set_generator_states(states, devices=[self.device])  # so that the part's own draws continue
+        sums = self.engine.train(step, index=progress.step, loss_scale=scale.value, measure=measure)
+        self.speed.enter("optimizer")
+        finish_gradients(sums, step=step, engine=self.engine, update=self.update)
+        self.parts.gradients_ready(sums, step)
+        max_norm = turn and turn.clip_grad_norm or plan.settings.clip_grad_norm
+        needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching
+        grad_norm = self.engine.clip_grad_norm(max_norm) if needs_norm else None
+        if is_watching and grad_norm is not None:  # so that the device is waited for only once
+            loss, norm = torch.stack([sums["loss"].double(), grad_norm.to(sums["loss"].device).double()]).cpu()
+            if self.world.agreement.sum((~torch.isfinite(loss)).double()):
+                raise Diverged(f"the loss of step {progress.step + 1} is not finite")
+            scale.require_finite(norm.item(), step=progress.step + 1)
+        self.update.take(progress.step, grad_norm=grad_norm, is_last=is_last)
+        if turn is not None and measure:
+            sums = with_loss_of_turn(sums, turn.name)
+        return sums, grad_norm
 
-    def outputs(self, inputs: Tree) -> Tree:
-        """Return the model's outputs for inputs that are the same on every rank, without gradients. Collective."""
-        states = generator_states(devices=[self.device])
-        outputs = self.engine.outputs(map_tensors(lambda tensor: tensor.to(self.device), inputs))
-        set_generator_states(states, devices=[self.device])  # so that the part's own draws continue
-        return outputs
+    def log_step(self, step: Step, sums: Sums, grad_norm: Tensor | None) -> None:
+        self.world.at("logging", step=self.progress.step)
+        means = self.means(sums, num_samples=step.num_samples, norm=grad_norm)
+        if turns := [turn for turn in self.update.due(self.progress.step - 1) if turn is not None]:
+            means["loss"] = math.fsum(means[f"{turn.name}_loss"] for turn in turns)
+        self.tick()
+        own = {
+            "lr": self.update.lr(self.progress.step - 1),
+            "grad_norm": self.grad_norm,  # not finite if fp16 has skipped the step
+            "epoch": step.epoch,
+            **self.speed.row(step=self.progress.step, samples_seen=self.progress.samples_seen),
+            "memory_gib": max(self.memory_gib),
+            "goodput": self.progress.goodput,
+        }
+        self.record(combined(*self.tracker.columns("train", means, step=self.progress.step), ("", own), *self.parts.columns()))
 
-    def stop(self, why: str) -> None:
-        """End the run after this step as finished, with an evaluation and a checkpoint. One rank's call is enough."""
-        self.stopped = self.stopped or why
+    def means(self, sums: Sums, *, num_samples: int, norm: Tensor | None = None) -> dict[str, float]:
+        """Return means over all ranks' samples; also store the gradient norm (the same on all ranks) and each rank's memory.
 
+        Diverged if the norm, or on any rank a loss since the last call, is not finite. Unfit if the ranks' trails differ.
+        """
+        size, step, watch = self.world.world_size, self.progress.step, self.loss_watch
+        own = torch.zeros(2 * size + 1, dtype=torch.float64)
+        own[self.world.rank], own[size + self.world.rank] = peak_memory_gib(self.world.devices), self.engine.trail()
+        own[-1] = self.speed.step_s(step=step)
+        once = torch.zeros_like(watch) if norm is None or self.world.rank else norm
+        found = totals(sums | {":watch": watch, ":norm": once, ":own": own}, world=self.world)
+        self.memory_gib, trails, (step_s,) = map(Tensor.tolist, found.pop(":own").split(size))
+        self.world.agreement.take_pace(call_s=step_s / size)
+        require_equal_trails(trails, step=step)
+        self.grad_norm = found.pop(":norm").item()
+        self.update.loss_scale.require_finite(self.grad_norm, step=step)
+        if not torch.isfinite(found.pop(":watch")):
+            raise Diverged(f"the loss is not finite by step {step} (it was still finite at the last checkpoint or row)")
+        return means(found, num_samples=num_samples)
 
-def finish_gradients(sums: Sums, *, step: Step, engine: Engine, update: Update) -> None:
-    """Weigh the gradients that `forward_backward` has computed, undo the loss scale, and keep the turn's. Collective."""
-    update.loss_scale.unscale(nn.Module.parameters(engine.module))
-    update.keep(next((turn for turn in update.turns if turn.name == step.turn), None))
+    def record(self, row: Row) -> None:
+        """Track a row, and write it. Unfit if it lacks the monitored metric."""
+        row = {name: finite(value) for name, value in row.items()}
+        self.tracker.patience.note(numbers_of(row))
+        self.tracker.note(numbers_of(row))
+        self.recorder.log(row)
+
+    def evaluate(self, split: Split) -> None:
+        """Measure every sample of a split once. Diverged if the loss is not finite: skipping a batch would not help."""
+        self.world.at("evaluation", step=self.progress.step)
+        self.speed.enter("evaluation")
+        self.parts.evaluating(split)
+        loader = self.splits.loader(split)
+        with self.update.averaged():
+            sums = measure(self.engine, loader.evaluate())
+            means = self.means(sums, num_samples=len(loader.source))
+            observed = self.tracker.metrics.compute(world=self.world)
+            if not math.isfinite(means["loss"]):
+                remark = ", or no target has a weight" if weight_of("loss") in sums else ""
+                raise Diverged(f"the {split} loss of step {self.progress.step} is not finite{remark}")
+            row = combined(*self.tracker.columns(split, means, step=self.progress.step), ("metric", observed))
+            self.parts.evaluated(split, row)
+        self.speed.enter("loop")
+        self.record(row)
+
+    def save(self) -> None:
+        """Save a checkpoint. Raise Diverged instead if its content would not be finite."""
+        self.world.at("saving", step=self.progress.step)
+        self.speed.enter("checkpoint")
+        # the gradients of the last step still exist; with a recovery policy, they may be those of a skipped step
+        self.means({}, num_samples=1, norm=None if self.recovery.is_watching else self.engine.clip_grad_norm(None))
+        self.commit()
+        self.speed.enter("loop")
+
+    def commit(self) -> None:
+        if names_of_trained(self.engine.module) != self.trained:
+            what = "the trained parameters have changed since the start (requires_grad), and no checkpoint holds this change"
+            raise Unfit(f"model: {what} (let a weight of 0 or detach() switch a part off)")
+        self.engine.sync_buffers()
+        self.parts.saving()
+        require_equal_replicas(self.engine.module, world=self.world)
+        self.tick()
+        kept = plain_state_of_all(self.held, initial=self.update.initial, world=self.world)
+        flush = functools.partial(self.recorder.flush, **self.summary())
+        state = self.state_dict() | {"kept": kept.model_dump()}
+        self.saver.save(self.progress.step, state_tensors(self.held), state, flush=flush)
+
+    def tick(self) -> None:
+        wall_s, train_s = self.speed.tick()
+        self.progress.wall_s += wall_s
+        self.progress.train_s += train_s
+
+    def summary(self) -> dict[str, Any]:
+        measured = {"goodput": self.progress.goodput, "memory_gib": self.memory_gib}
+        return self.progress.model_dump() | measured | {"metrics": self.tracker.splits, "saves": self.saver.counts}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain part of a checkpoint: everything except tensors."""
+        return {
+            "progress": self.progress.model_dump(),
+            "metrics": self.tracker.splits,
+            "patience": self.tracker.patience.state_dict(),
+            "monitor": self.tracker.monitored(step=self.progress.step),
+            "loss_scale": self.update.loss_scale.state_dict(),
+            "facts": self.saver.facts,
+            "stopped": self.parts.loop.stopped,
+            **self.recorder.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the plain part of a checkpoint. `checkpoint.canonical.restore` loads the tensors."""
+        self.progress = self.parts.loop.progress = Progress(**state["progress"])
+        self.parts.loop.stopped = state.get("stopped", "")
+        self.tracker.splits = state["metrics"]
+        self.tracker.patience.load_state_dict(state["patience"])
+        self.update.loss_scale.load_state_dict(state["loss_scale"])
+        self.recorder.load_state_dict(state)

@@ -14,7 +14,7 @@ from framework.engine.sums import Sums
 from framework.modules.structure import in_eval_mode
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
-from framework.training.loop import Loop
+from framework.training.loop_view import Loop
 
 MOMENTS = ("begun", "step_begun", "gradients_ready", "step_taken", "row", "evaluated", "saving", "ended")
 ANSWERS = ("batch", "batch_size", "average_share", "observe", "can_save")  # methods that are called at other times

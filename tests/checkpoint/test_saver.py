@@ -17,7 +17,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_same_bits, command, finished, slow_but, together, with_loader_processes
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 

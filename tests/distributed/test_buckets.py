@@ -14,7 +14,7 @@ from framework.distributed import buckets
 from framework.distributed.agreement import Agreement
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import finished
 from tests.ranks import on_ranks
 from tests.test_loop import TINY

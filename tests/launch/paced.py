@@ -19,7 +19,7 @@ def pace(folder: Path) -> Callable[[], None]:
     """
 
     def plant() -> None:
-        from framework.training.trainer import Trainer
+        from framework.training.loop import Trainer
 
         original = Trainer.train_step
 

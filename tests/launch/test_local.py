@@ -18,7 +18,7 @@ from framework.cli import run as command_line
 from framework.config.compose import compose_line
 from framework.launch import claim
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
 from tests.test_resume import RUN, STRATEGIES
 

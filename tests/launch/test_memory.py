@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, assert_same_bits, finished
 
 RUN = [

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from framework.checkpoint.store import CheckpointStore
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, Says, assert_close, exact_rows, finished, slow_but, wait_for
 from tests.hosts import Host, hosts, mount_remote, needs_fuse, needs_hosts
 from tests.launch.paced import ROOT

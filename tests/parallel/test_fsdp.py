@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.parallel import shard
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, Says, command, finished, num_operations
 
 RUN = ["model=cnn", "model.channels=[16,32]", "model.norm=batch", "micro_batch_size=16", "trainer.max_epochs=3",

@@ -14,7 +14,7 @@ import pytest
 
 from framework.checkpoint.store import CheckpointStore
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import assert_same_bits, command, exact_rows, finished
 from tests.test_any_to_any import RUN as FROZEN_GPT
 from tests.test_any_to_any import STRATEGIES as STRATEGIES_OF_ALL

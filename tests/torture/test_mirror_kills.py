@@ -13,7 +13,7 @@ import pytest
 
 import framework.launch.mirrored
 from framework.runtime.objects import Objects
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import assert_same_bits, command, finished
 from tests.test_mirror import contents
 from tests.torture.test_kill import LONG

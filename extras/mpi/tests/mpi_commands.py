@@ -12,7 +12,7 @@ from pathlib import Path
 from extras.mpi import mpi
 from framework.cli.run import start
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 
 
 def fail() -> None:

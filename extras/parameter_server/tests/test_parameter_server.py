@@ -27,7 +27,7 @@ from framework.engine.engine import Engine
 from framework.engine.forward import WholeModel
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.runtime.environment import Environment
-from framework.training.trainer import Trainer
+from framework.training.loop import Trainer
 from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but, together
 from tests.test_any_to_any import note_state
 from tests.test_optim import scale_from
