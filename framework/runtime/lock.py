@@ -40,7 +40,7 @@ class Claim:
 
     def require(self) -> None:
         """Raise Taken if another launch has the directory now. Call this before a write that would harm the other launch."""
-        holder = _holder(self.directory / "lock") if self.token else {}
+        holder = Lock(self.directory).holder() if self.token else {}
         if holder.get("token", self.token) != self.token:
             who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
             raise Taken(errno.ESTALE, f"{self.directory} has been taken by {who}")
@@ -80,13 +80,12 @@ class Lock:
             elif waited > (0.0 if holder and is_alive(holder) is not False else patience_s):
                 raise self._locked(holder)
             self._wait(0.05)
-        self._descriptor = descriptor
         try:
             self._watch_holder()
         except RunEnded:
             os.close(descriptor)
-            self._descriptor = None
             raise
+        self._descriptor = descriptor
         self._write(self.token)
         self._released.clear()
         self._beats = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
@@ -159,15 +158,10 @@ class Lock:
 
     def holder(self) -> dict[str, Any]:
         """Return the file's record of the process that holds the lock, or that was killed while it held the lock."""
-        return _holder(self.path)
-
-
-def _holder(path: Path) -> dict[str, Any]:
-    try:
-        holder = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        with suppress(OSError, ValueError, RecursionError):
+            holder = json.loads(self.path.read_text())
+            return holder if isinstance(holder, dict) else {}
         return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def process_identity(pid: int | None = None) -> dict[str, Any]:
