@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from extras.rpc.rpc import join_rpc, name_of
 from framework.engine.buffers import Buffers
 from framework.engine.engine import Engine
-from framework.engine.forward import WholeModel, counted
+from framework.engine.forward import WholeModel, counted, scaled
 from framework.parallel.replica import sum_gradients
 
 
@@ -74,7 +74,7 @@ class Passes(WholeModel):
         with dist_autograd.context() as context:
             loss, sums = self.forward(self.model, micro_batch, measure=measure)
             if not micro_batch.is_padding:  # only the end of a step is collective here
-                dist_autograd.backward(context, [loss * factor])
+                dist_autograd.backward(context, [scaled(loss, factor, micro_batch)])
                 gradients = dist_autograd.get_gradients(context)
                 for parameter in self.dense:
                     if parameter in gradients:

@@ -18,7 +18,7 @@ from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import multiply_all
 
-Factor = Tensor | float  # of the losses of a step
+Factor = Callable[[Tensor], Tensor | float]  # from a loss of a step to its factor
 
 
 class Draws(NamedTuple):
@@ -126,16 +126,22 @@ class Forward:
     ) -> Factor:
         """Return the factor of a step's losses: `scale`, divided by the weight of the global batch or the number of samples.
 
-        `micro_batches` are those of this rank that count. With `among_ranks`, the weights of all ranks are added. Collective.
+        `micro_batches` are those of this rank that count. With `among_ranks`, the weights of all ranks are added: collective,
+        while the first forward pass runs.
         """
         if self._weight is None:
-            return scale / num_samples
+            return lambda loss: scale / num_samples
         weight = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro_batch in micro_batches:
             weight += self._weight(micro_batch.targets)
-        if among_ranks and dist.is_initialized():
-            dist.all_reduce(weight)
-        return torch.where(weight > 0, scale / weight, 0.0)
+        work = dist.all_reduce(weight, async_op=True) if among_ranks and dist.is_initialized() else None
+
+        def of(loss: Tensor) -> Tensor:
+            if work is not None:
+                work.wait()
+            return torch.where(weight > 0, scale / weight, 0.0).to(loss)
+
+        return of
 
     def settle(self, module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool = True) -> None:
         """Divide the gradients by the weight of the loss, if only its result tells the weight. Collective."""
@@ -203,7 +209,7 @@ class WholeModel:
 
 def scaled(loss: Tensor, factor: Factor, micro_batch: MicroBatch) -> Tensor:
     """Return a micro-batch's part of the step's loss: for padding it is zero, so that its gradients are."""
-    return loss * (0.0 if micro_batch.is_padding else factor.to(loss) if isinstance(factor, Tensor) else factor)
+    return loss * (0.0 if micro_batch.is_padding else factor(loss))
 
 
 def counted(sums: Sums, micro_batch: MicroBatch) -> Sums:

@@ -21,10 +21,12 @@ def require_rows(sums: Sums, micro_batch: MicroBatch, *, among: Tree = None) -> 
 
     `among` is what is looked at: by default the targets, or else the inputs.
     """
+    unweighted = next((name for name in sums if not is_weight(name) and weight_of(name) not in sums), None)
+    if unweighted is None:
+        return
     count = micro_batch.num_samples
     found = _num_rows(micro_batch.targets if among is None else among) or _num_rows(micro_batch.inputs)
-    unweighted = next((name for name in sums if not is_weight(name) and weight_of(name) not in sums), None)
-    if unweighted is not None and found and count not in found:
+    if found and count not in found:
         what = f"a micro-batch of {count} samples has {found[0]} rows, but its {unweighted} is divided by the number of samples"
         remedy = "collate and transforms keep a row for each sample; dataset.on_error=skip replaces damaged samples"
         raise WrongRows(f"dataset: {what} ({remedy}; or the task returns pairs of a sum and its weight)")
