@@ -61,7 +61,7 @@ class Computed(NamedTuple):
         return next((name for name, buffer in self.buffers.items() if not same(buffer, other.buffers[name])), "")
 
 
-class Taken(NamedTuple):
+class Updated(NamedTuple):
     """The results of the updates of a step: the number of the later ones, the weights, and the columns of the parts."""
 
     num_more: int
@@ -69,12 +69,12 @@ class Taken(NamedTuple):
     columns: dict[str, Any]
 
     @classmethod
-    def of(cls, player: Player, num_more: int) -> "Taken":
+    def of(cls, player: Player, num_more: int) -> "Updated":
         return cls(num_more, _weights(player), player.columns)
 
 
 class Evaluated(NamedTuple):
-    """The results of an evaluation: its sums, the values of the metrics, and the weights, which a part may have changed."""
+    """The results of an evaluation: its sums, the values of the metrics, and the weights if a part may have changed them."""
 
     sums: Sums
     measured: dict[str, Any]
@@ -82,7 +82,7 @@ class Evaluated(NamedTuple):
 
     @classmethod
     def of(cls, player: Player, sums: Sums) -> "Evaluated":
-        return cls(sums, dict(player.measured), _weights(player))
+        return cls(sums, dict(player.measured), _weights(player) if player.parts.by_name else {})
 
 
 def _weights(player: Player) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class Continuation:
         """Run the step twice more, from the same state."""
         return self._ask("twice", index)  # type: ignore[no-any-return]
 
-    def take(self, index: int, more: int) -> Taken:
+    def take(self, index: int, more: int) -> Updated:
         """Take the optimizer's step, and `more` updates with the same gradients; return the results."""
         return self._ask("take", index, more)  # type: ignore[no-any-return]
 
@@ -173,9 +173,9 @@ class _Continued:
 
         return once(), once()
 
-    def take(self, index: int, more: int) -> Taken:
+    def take(self, index: int, more: int) -> Updated:
         self._player.take(index)
-        return Taken.of(self._player, self._player.take_more(more, first=index + 1, within_s=math.inf))
+        return Updated.of(self._player, self._player.take_more(more, first=index + 1, within_s=math.inf))
 
     def numbers(self) -> dict[tuple[str, str], str]:
         return self._player.numbers()
