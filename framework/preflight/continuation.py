@@ -74,7 +74,7 @@ class Updated(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The results of an evaluation: its sums, the values of the metrics, and the weights, which a part may have changed."""
+    """The results of an evaluation: its sums, the values of the metrics, and the weights if a part may have changed them."""
 
     sums: Sums
     measured: dict[str, Any]
@@ -82,7 +82,7 @@ class Evaluated(NamedTuple):
 
     @classmethod
     def of(cls, player: Player, sums: Sums) -> "Evaluated":
-        return cls(sums, dict(player.measured), _weights(player))
+        return cls(sums, dict(player.measured), _weights(player) if player.parts.by_name else {})
 
 
 def _weights(player: Player) -> dict[str, Tensor]:

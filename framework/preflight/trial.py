@@ -36,8 +36,8 @@ _OUTSIDE = {
     "part": "something outside its state",
 }
 _RESTORED = "restored from a checkpoint"
-_AGING, _AGING_S = 64, 1.0  # steps before the second comparison, and seconds
-_UPDATES, _UPDATES_S = 12, 0.5  # updates after a step, for an optimizer that counts, and seconds
+_AGING, _FAST_S = 32, 0.1  # steps before the second comparison, and the longest time of a step for which they are taken
+_UPDATES, _UPDATES_S = 5, 0.5  # updates after a step, for an optimizer that counts, and seconds
 _ROUNDING = 1e-4  # of a column
 _BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
 _SYNC = "use nn.BatchNorm2d, with trainer.sync_batchnorm=true"
@@ -76,20 +76,22 @@ class Trial:
         with blamed("scheduler", "it fails", "see scheduler.*"):
             first.require_schedules(self.samples.plan.total_steps, epochs_before=self.samples.order.epochs_before)
         for index, step in enumerate(steps[:_BEFORE]):
+            began = time.thread_time()  # the time of this thread, however busy the machine is
             with blamed("model", "a step fails", "does it run in a plain script? then please report it"):
                 first.forward_backward(step, index=index)
             if sparse := [name for name, p in first.module.named_parameters() if p.grad is not None and p.grad.is_sparse]:
                 raise Refused("model", f"{sparse[0]} has a sparse gradient, which is not supported", "sparse=False")
             with blamed("optimizer", "its step fails", "see the optimizer's own documentation"):
                 first.take(index)
+        is_fast = time.thread_time() - began < _FAST_S
         self._evaluate(first)
-        index = _BEFORE
-        for is_aged in (False, True):
-            if is_aged:  # what matters only after many steps
-                index = self._age(first, steps[_BEFORE], first=index + 1)
-            state = first.state()
-            other.restore(*state)
-            self._compare(first, other, steps[_BEFORE], state, index=index)
+        self._compare(first, other, steps[_BEFORE], index=_BEFORE)
+        if is_fast:  # some state matters only after many steps
+            for index in range(_BEFORE + 1, _BEFORE + 1 + _AGING):
+                first.forward_backward(steps[_BEFORE], index=index)
+                first.take(index)
+            first.evaluate(validation_step(self.build), shares=())
+            self._compare(first, other, steps[_BEFORE], index=index + 1)
         first.parts.ended()
         return findings
 
@@ -156,8 +158,10 @@ class Trial:
 
     # --- the same state in this process, which has computed before, and in one that has not
 
-    def _compare(self, first: Player, other: Continuation, step: Step, state: State, *, index: int) -> None:
-        """Refuse what computes something else after a restore of `state`: a step, its updates, or an evaluation."""
+    def _compare(self, first: Player, other: Continuation, step: Step, *, index: int) -> None:
+        """Refuse what computes something else after a save and a restore: a step, its updates, or an evaluation."""
+        state = first.state()
+        other.restore(*state)
         self._numbers, writes = first.numbers(), Writes(first.module)
         with writes:
             ours = Computed.of(first, first.forward_backward(step, index=index))
@@ -183,17 +187,6 @@ class Trial:
 
     def _changed(self, first: Player) -> list[tuple[str, str]]:
         return [place for place, value in first.numbers().items() if self._numbers.get(place) != value]
-
-    def _age(self, player: Player, step: Step, *, first: int) -> int:
-        """Take more steps, as far as there is time, and evaluate. Return the number of the next step."""
-        until = time.thread_time() + _AGING_S  # however busy the machine is
-        for index in range(first, first + _AGING):
-            player.forward_backward(step, index=index)
-            player.take(index)
-            if time.thread_time() > until:
-                break
-        player.evaluate(validation_step(self.build), shares=())
-        return index + 1
 
     def _compare_updates(self, first: Player, other: Continuation, state: State, *, index: int) -> None:
         first.take(index)
