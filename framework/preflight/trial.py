@@ -36,7 +36,7 @@ _OUTSIDE = {
     "part": "something outside its state",
 }
 _RESTORED = "restored from a checkpoint"
-_AGING, _FAST_S = 32, 0.1  # steps before the second comparison, and the longest time of a step for which they are taken
+_AGING, _AGING_S, _FAST_S = 32, 0.5, 0.1  # before the second comparison: steps, their time, and the longest of a step
 _UPDATES, _UPDATES_S = 5, 0.5  # updates after a step, for an optimizer that counts, and seconds
 _ROUNDING = 1e-4  # of a column
 _BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
@@ -83,11 +83,11 @@ class Trial:
                 raise Refused("model", f"{sparse[0]} has a sparse gradient, which is not supported", "sparse=False")
             with blamed("optimizer", "its step fails", "see the optimizer's own documentation"):
                 first.take(index)
-        is_fast = time.thread_time() - began < _FAST_S
+        step_s = time.thread_time() - began
         self._evaluate(first)
         self._compare(first, other, steps[_BEFORE], index=_BEFORE)
-        if is_fast:  # some state matters only after many steps
-            for index in range(_BEFORE + 1, _BEFORE + 1 + _AGING):
+        if step_s < _FAST_S:  # some state matters only after many steps
+            for index in range(_BEFORE + 1, _BEFORE + 1 + min(_AGING, int(_AGING_S / step_s))):
                 first.forward_backward(steps[_BEFORE], index=index)
                 first.take(index)
             first.evaluate(validation_step(self.build), shares=())
