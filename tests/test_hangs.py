@@ -258,7 +258,8 @@ def the_gradients(act: Act) -> None:
         if index == AT and act():
             self.set_sync(False)
             self.set_sync = lambda _: None
-            self.weigh = lambda *_, **__: None  # of another size: gloo's own check would end the processes
+            self.forward._weight = None  # its collectives are of another size: gloo's own check would end the processes
+            self.forward.settle = lambda *_, **__: None
         return original(self, step, index=index, **options)
 
     Engine.train = train  # type: ignore[method-assign]

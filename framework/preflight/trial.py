@@ -1,6 +1,5 @@
 """The first half of a rehearsal, on one process: some steps, with a save and a restore before the last, and the findings."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -36,7 +35,7 @@ _OUTSIDE = {
     "part": "something outside its state",
 }
 _RESTORED = "restored from a checkpoint"
-_AGING, _AGING_S, _FAST_S = 32, 0.5, 0.1  # before the second comparison: steps, their time, and the longest of a step
+_AGING, _SMALL = 32, 1_000_000  # steps before the second comparison, for models with at most so many parameters
 _UPDATES, _UPDATES_S = 5, 0.5  # updates after a step, for an optimizer that counts, and seconds
 _ROUNDING = 1e-4  # of a column
 _BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
@@ -76,18 +75,16 @@ class Trial:
         with blamed("scheduler", "it fails", "see scheduler.*"):
             first.require_schedules(self.samples.plan.total_steps, epochs_before=self.samples.order.epochs_before)
         for index, step in enumerate(steps[:_BEFORE]):
-            began = time.thread_time()  # the time of this thread, however busy the machine is
             with blamed("model", "a step fails", "does it run in a plain script? then please report it"):
                 first.forward_backward(step, index=index)
             if sparse := [name for name, p in first.module.named_parameters() if p.grad is not None and p.grad.is_sparse]:
                 raise Refused("model", f"{sparse[0]} has a sparse gradient, which is not supported", "sparse=False")
             with blamed("optimizer", "its step fails", "see the optimizer's own documentation"):
                 first.take(index)
-        step_s = time.thread_time() - began
         self._evaluate(first)
         self._compare(first, other, steps[_BEFORE], index=_BEFORE)
-        if step_s < _FAST_S:  # some state matters only after many steps
-            for index in range(_BEFORE + 1, _BEFORE + 1 + min(_AGING, int(_AGING_S / step_s))):
+        if sum(parameter.numel() for parameter in first.module.parameters()) <= _SMALL:  # some state matters only later
+            for index in range(_BEFORE + 1, _BEFORE + 1 + _AGING):
                 first.forward_backward(steps[_BEFORE], index=index)
                 first.take(index)
             first.evaluate(validation_step(self.build), shares=())
