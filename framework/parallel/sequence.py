@@ -36,12 +36,19 @@ def applies(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> bool:
 
 
 @dataclass(eq=False)
-class TokenShape:
-    """The shape (B, T, D) of the blocks' hidden state, as the first block has seen it."""
+class CutTokens:
+    """The tokens of the blocks' hidden state (B, T, D), of which each process has a run. The first block sees the shape."""
 
     shape: tuple[int, ...] = ()
 
-    def placed(self, own: Tensor, *, mesh: DeviceMesh) -> DTensor:
+    def cut(self, hidden_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Return this process's tokens of all tokens."""
+        self.shape = tuple(hidden_BTD.shape)
+        return (
+            DTensor.from_local(hidden_BTD, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
+        )
+
+    def placed(self, own: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return this process's tokens as a DTensor of all tokens. The first processes have ceil(T / parts) tokens."""
         batch, num_tokens, _ = self.shape
         share = -(-num_tokens // mesh.size())
@@ -53,93 +60,48 @@ class TokenShape:
         stride = (num_tokens * whole[2], whole[2], 1)
         return DTensor.from_local(own.contiguous(), mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
 
+    def gathered(self, own: Tensor, mesh: DeviceMesh) -> DTensor:
+        """Return all tokens, as a DTensor."""
+        return self.placed(own, mesh).redistribute(placements=[Replicate()])
 
-def _change_first(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Change the hidden state that the module is called with: its first argument, or the first tensor among the named ones."""
-
-    def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if given:
-            return (change(given[0]), *given[1:]), named
-        name = next(name for name, value in named.items() if isinstance(value, Tensor))
-        return given, {**named, name: change(named[name])}
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    def whole(self, own: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Return all tokens."""
+        return self.gathered(own, mesh).to_local()
 
 
 @dataclass(eq=False)
-class CutTokens(styling.ParallelStyle):
-    """The style of the first block: it gets all tokens, and works on this process's tokens."""
+class Around(styling.ParallelStyle):
+    """A style that changes a module's first input, or its output. With `replicates`, its weights are DTensors.
 
-    tokens: TokenShape
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(hidden_BTD: Tensor) -> Tensor:
-            self.tokens.shape = tuple(hidden_BTD.shape)
-            whole = DTensor.from_local(hidden_BTD, device_mesh, [Replicate()], run_check=False)
-            return whole.redistribute(placements=[Shard(1)]).to_local()
-
-        _change_first(module, cut)
-        return module
-
-
-@dataclass(eq=False)
-class GatheredTokens(styling.ParallelStyle):
-    """The style of a module with layers cut by columns: it gets this process's tokens and works on all, as a DTensor."""
-
-    tokens: TokenShape
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(own_BTD: Tensor) -> DTensor:
-            return self.tokens.placed(own_BTD, mesh=device_mesh).redistribute(placements=[Replicate()])
-
-        _change_first(module, gather)
-        return module
-
-
-@dataclass(eq=False)
-class OwnTokens(styling.ParallelStyle):
-    """The style of a norm: it works on this process's tokens. Every process has the weights; their gradients are summed.
-
-    Like torch's SequenceParallel, which assumes parts of equal size.
+    The first input is the first argument, or the first tensor among the named ones.
     """
 
-    tokens: TokenShape
+    enter: Callable[[Tensor, DeviceMesh], Tensor] | None = None
+    leave: Callable[[Any, DeviceMesh], Tensor] | None = None
+    replicates: bool = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def leave(_: nn.Module, __: Any, outputs: DTensor) -> Tensor:
-            return outputs.redistribute(placements=[Shard(1)]).to_local()
+        enter, leave = self.enter, self.leave
 
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        def change(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            assert enter is not None
+            if given:
+                return (enter(given[0], device_mesh), *given[1:]), named
+            name = next(name for name, value in named.items() if isinstance(value, Tensor))
+            return given, {**named, name: enter(named[name], device_mesh)}
+
+        for name, parameter in list(module.named_parameters(recurse=False)) if self.replicates else ():
             shared = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
-        _change_first(module, lambda own_BTD: self.tokens.placed(own_BTD, mesh=device_mesh))
-        module.register_forward_hook(leave)
+        if enter is not None:
+            module.register_forward_pre_hook(change, with_kwargs=True)
+        if leave is not None:
+            module.register_forward_hook(lambda _, __, outputs: leave(outputs, device_mesh))
         return module
 
 
-@dataclass(eq=False)
-class WholeTokens(styling.ParallelStyle):
-    """The style of the last block: it works on this process's tokens, and returns all tokens."""
-
-    tokens: TokenShape
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def leave(_: nn.Module, __: Any, outputs: Tensor) -> Tensor:
-            return self.tokens.placed(outputs, mesh=device_mesh).redistribute(placements=[Replicate()]).to_local()
-
-        module.register_forward_hook(leave)
-        return module
-
-
-@dataclass(eq=False)
-class Both(styling.ParallelStyle):
-    """Two styles of one module: of a block that is both the first and the last."""
-
-    first: styling.ParallelStyle
-    second: styling.ParallelStyle
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return self.second._apply(self.first._apply(module, device_mesh), device_mesh)
+def _own_part(outputs: DTensor, mesh: DeviceMesh) -> Tensor:
+    return outputs.redistribute(placements=[Shard(1)]).to_local()
 
 
 def with_sequence(model: nn.Module, styles: dict[str, styling.ParallelStyle]) -> dict[str, styling.ParallelStyle]:
@@ -151,19 +113,19 @@ def with_sequence(model: nn.Module, styles: dict[str, styling.ParallelStyle]) ->
     """
     names = {id(module): name for name, module in model.named_modules()}
     blocks = blocks_of(model)
-    tokens = TokenShape()
+    tokens = CutTokens()
     changed = dict(styles)
     for block in blocks:
         for name, layer in block.named_modules(prefix=names[id(block)]):
             own = list(layer.named_parameters(prefix=name))
             is_leaf = any(True for _ in nn.Module.parameters(layer, recurse=False))
-            if is_leaf and name not in styles:
-                changed[name] = OwnTokens(tokens)
+            if is_leaf and name not in styles:  # like torch's SequenceParallel, which assumes parts of equal size
+                changed[name] = Around(tokens.placed, _own_part, replicates=True)
             elif type(styles.get(name)) is styling.RowwiseParallel:
                 changed[name] = styling.RowwiseParallel(output_layouts=Shard(1))
             elif own and all(parameter.rpartition(".")[0] in styles for parameter, _ in own) and name not in styles:
-                changed[name] = GatheredTokens(tokens)
+                changed[name] = Around(tokens.gathered)
     first, last = names[id(blocks[0])], names[id(blocks[-1])]
-    changed[first] = CutTokens(tokens)
-    changed[last] = WholeTokens(tokens) if first != last else Both(CutTokens(tokens), WholeTokens(tokens))
+    changed[last] = Around(None, tokens.whole)
+    changed[first] = Around(tokens.cut, tokens.whole if first == last else None)
     return changed
