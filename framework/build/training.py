@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -56,6 +56,8 @@ from framework.training.recorder import Recorder
 from framework.training.speed import Speed
 from framework.training.tracking import Patience, Tracker
 
+_Builder = TypeVar("_Builder", bound="Builder")
+
 
 class Builder:
     """A builder of the objects that a frozen configuration names, on one rank of its world."""
@@ -64,9 +66,9 @@ class Builder:
         self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
         self.precision = PRECISIONS[config.precision.name]
 
-    def altered(self, *, world: World | None = None, **fields: Any) -> "Builder":
+    def altered(self: _Builder, *, world: World | None = None, **fields: Any) -> _Builder:
         """Return a builder for the same configuration with some fields changed, or in another world."""
-        return Builder(self.config.model_copy(update=fields), world=world or self.world, token=self._token)
+        return type(self)(self.config.model_copy(update=fields), world=world or self.world, token=self._token)
 
     @cached_property
     def directory(self) -> RunDirectory:
@@ -223,7 +225,6 @@ class Builder:
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
         trained = trainable(engine.module, hidden=hidden)
         update = self.update(engine, trained, total_steps=plan.total_steps, epochs_before=order.epochs_before)
-        update.require_steps(plan.total_steps)
         facts = {"num_samples": order.num_samples} | store_facts(config.dataset) | {"optimizer": config.optimizer["_target_"]}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
@@ -235,7 +236,7 @@ class Builder:
             recorder=recorder,
             plan=plan,
             tracker=self.tracker(),
-            speed=self._stopwatch(),
+            speed=self.stopwatch(),
             parts=self.parts(engine, update, total_steps=plan.total_steps, splits=splits, directory=self.directory.path),
         )
 
@@ -289,7 +290,7 @@ class Builder:
             trained=trained,
         )  # fmt: skip
 
-    def _stopwatch(self) -> Speed:
+    def stopwatch(self) -> Speed:
         config, profile = self.config, (self.config.trainer.profile, self.directory.profile)
         model = partial(components.shapes_of, config.model, seed=config.seed)
         return stopwatch(model, self.dataset.info, world=self.world, precision=config.precision.name, profile=profile)

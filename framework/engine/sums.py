@@ -41,15 +41,16 @@ def is_weight(name: str) -> bool:
 
 
 def as_sums(values: Mapping[str, Value]) -> Sums:
-    """Return a task's values as sums and their weights, without gradients. TypeError for any other value."""
+    """Return a task's values as sums and their weights, without gradients. Unfit for any other value."""
     sums: Sums = {}
     for name, value in values.items():
         pair = value if isinstance(value, tuple) else (value,)
         for key, item in zip((name, weight_of(name))[: len(pair)], pair, strict=True):
             if not isinstance(item, (Tensor, int, float)) or getattr(item, "shape", ()) != ():
                 kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
-                raise TypeError(f"{name} is {kind}, but a sum over the samples, or its weight, must be a number or a tensor of "
-                                "shape ()")  # fmt: skip
+                raise Unfit(
+                    f"task: {name} is {kind} (a sum over the samples, and its weight, is a number or a tensor of shape ())"
+                )
             number = item.detach() if isinstance(item, Tensor) else _beside(values, item)
             if number.dtype in (torch.float16, torch.bfloat16):
                 number = number.float()  # so that sums over micro-batches do not round as often as there are of them

@@ -45,6 +45,7 @@ def train(build: Builder) -> Exit:
         Provenance(directory.path).add_workers(hosts=[host for host, _ in places], devices=[device for _, device in places])
     gc.freeze()  # imported objects stay, so no garbage collection needs to look at them
     trainer = build.trainer()
+    trainer.update.require_steps(trainer.plan.total_steps)
     try:
         _continue(trainer, build)
         open_record(trainer, build, places=places)

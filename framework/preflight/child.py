@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from framework.runtime.exits import Exit, Interrupted, error_text, lacks_memory, place_of
+from framework.runtime.exits import DiskFailed, Exit, Interrupted, error_text, lacks_memory, place_of
 from framework.runtime.forks import Idleness, begin_child, in_new_thread, place_in, write_stacks_to
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -110,6 +110,8 @@ def _child(work: Callable[[], Found], answer: Connection, stacks: IO[str], is_si
     try:
         found = work()
     except Exception as error:
-        failure = ChildFailure(f"{error_text(error)} (at {place_of(error)})", is_unfinished=lacks_memory(error))
+        failure = ChildFailure(
+            f"{error_text(error)} (at {place_of(error)})", is_unfinished=lacks_memory(error) or isinstance(error, DiskFailed)
+        )
     answer.send_bytes(json.dumps({"found": found, "failure": asdict(failure) if failure else None}).encode())
     os._exit(0)

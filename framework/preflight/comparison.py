@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -24,18 +25,20 @@ from framework.data.source import Source
 from framework.distributed.mesh import resolve_axes
 from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
-from framework.preflight.asking import note_asking
 from framework.preflight.child import end_of
-from framework.preflight.distances import difference, far, other_columns
+from framework.preflight.differences import other_column
 from framework.preflight.findings import Finding, Refused
 from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
-from framework.preflight.two_steps import Seen, first_to_part, restored_step, two_steps
+from framework.preflight.two_steps import Seen, difference, far, first_to_part, two_steps
 from framework.runtime.environment import Environment
-from framework.runtime.exits import RunEnded, error_text, place_of
+from framework.runtime.exits import DiskFailed, RunEnded, error_text, place_of
 from framework.runtime.forks import Idleness, begin_child
 from framework.runtime.problem import shown
 
+_NOT_THE_MODELS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # folders of code
+_ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
+           "all_to_all_single", "barrier", "get_world_size", "get_rank")  # fmt: skip
 _SMALL = 2  # processes along an axis
 _MOST = 4  # the largest number of processes
 _FIRST = ("pipeline", "tensor", "context", "expert", "shard", "replicate")  # the axes that cut most of the model come first
@@ -86,20 +89,21 @@ def compare(build: Builder) -> list[Finding]:
 
     def fault(node: Node, alone: Builder = alone, expected: Seen = expected) -> str:
         ranks = _run(alone.altered(parallel=node), source, count=count, like=expected)
-        of_parts.extend(rank.of_part for rank in ranks[:1] if rank.of_part is not None)
+        of_parts.extend(rank.finding for rank in ranks[:1] if rank.finding is not None)
         if first := _first_fault(ranks):
             why = " (its samples do not all enter the same modules)" if expected.do_part else ""
             return f"a step on {count} processes fails with this model{why}: {first}"
         differing = difference(expected, ranks)
-        if not differing and other_columns(expected, ranks[0]):
+        if differing and any(map(other_column, ranks[0].rows, expected.rows)):
             (again,) = _run(alone, source, count=1, like=expected)  # a column of a clock differs each time
-            differing = other_columns(expected, ranks[0], but_not=again)
+            differing = difference(expected, ranks, but_not=again)
         return differing and f"{count} processes compute different results with this model than one process: {differing}"
 
     what = fault(parallel)
     if not what:  # what float64 makes equal may not be: a float64 parameter, a cast
         inexact = {name: value for name, value in config.parallel.items() if parallel.get(name) is None}
-        ranks = _run(build.altered(parallel=parallel | inexact), source, count=count, like=Seen(num_updates=1), restores=True)
+        ranks = _run(build.altered(parallel=parallel | inexact), source, count=count, like=Seen(num_updates=1))
+        of_parts.extend(rank.finding for rank in ranks[:1] if rank.finding is not None)
         first = _first_fault(ranks)
         what = first and f"a step in {config.precision.name} on {count} processes fails: {first}"
         if lost := "" if what else _lost(ranks):
@@ -167,18 +171,16 @@ def _is_consequence(fault: str) -> bool:
 
 def _run(
     build: Builder, source: Source | None, *, count: int, like: Seen | None = None, is_watched: bool = False,
-    restores: bool = False,
 ) -> list[Seen]:  # fmt: skip
     """Take two steps on so many processes, forked from this one; return the observations of each rank, in order.
 
     Without a source, each process loads it. The steps and the number of updates are those in `like`. None: one process searches
     the step that is hardest for several. `is_watched`: record whether the model's own code uses torch.distributed.
-    `restores`: then compute a step also after a save and a restore.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
-        shared = build, source, count, like, is_watched, restores, Path(scratch)
+        shared = build, source, count, like, is_watched, Path(scratch)
         ranks = [context.Process(target=_rank, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
         for process in ranks:
             process.start()
@@ -194,6 +196,8 @@ def _run(
                 if process.exitcode == -signal.SIGKILL:  # the kernel does so if there is no memory
                     raise MemoryError("one of its processes was killed by SIGKILL") from None
                 seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))
+            if seen[-1].unfinished:
+                raise MemoryError(seen[-1].unfinished)
             if seen[-1].fault:
                 deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it forever
         for process in ranks:
@@ -216,7 +220,7 @@ def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float)
 
 def _rank(
     rank: int, answer: Connection, build: Builder, source: Source | None, count: int, like: Seen | None, is_watched: bool,
-    restores: bool, scratch: Path,
+    scratch: Path,
 ) -> None:  # fmt: skip
     begin_child()
     torch.set_num_threads(1)
@@ -231,21 +235,34 @@ def _rank(
         build = build.altered(world=world)
         source = build.source("train") if source is None else source
         if is_watched:
-            sys.setprofile(partial(note_asking, seen))
+            sys.setprofile(partial(_note_asking, seen))
         if like is None:
-            seen.first, seen.do_part = first_to_part(build, source)
+            seen.first, seen.do_part = first_to_part(build, source, folder=scratch)
         else:
             seen.first, seen.num_updates = like.first, like.num_updates
-        two_steps(build.altered(), source, seen)  # with its own task
-        if restores:
-            restored_step(build.altered(), source, seen)
+        two_steps(build.altered(), source, seen, folder=scratch)  # with its own task
         world.agreement.barrier()
     except Refused as refused:
         seen.fault = refused.finding.what
         if refused.finding.key.startswith("part."):
-            seen.of_part = refused.finding
+            seen.finding = refused.finding
+    except DiskFailed as end:
+        seen.unfinished = str(end)
     except RunEnded as end:
         seen.fault = str(end)
     except Exception as error:
         seen.fault = f"{error_text(error)}, at {place_of(error)}"
     answer.send(seen)
+
+
+def _note_asking(seen: Seen, frame: FrameType, event: str, _: object) -> None:
+    """As a profiler of Python, record the first call of torch.distributed that neither torch nor this framework makes."""
+    if seen.asks or event != "call" or frame.f_code.co_name not in _ASKING:
+        return
+    if not frame.f_code.co_filename.endswith("distributed_c10d.py"):
+        return
+    caller = frame.f_back
+    if caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # a wrapper of torch's
+        caller = caller.f_back
+    if caller is not None and not any(map(Path(caller.f_code.co_filename).is_relative_to, _NOT_THE_MODELS)):
+        seen.asks = f"{frame.f_code.co_name} at {caller.f_code.co_filename}:{caller.f_lineno}"

@@ -1,234 +1,157 @@
-"""A second process that continues a run from its state without earlier computations, as after a restart."""
+"""The second of a rehearsal's short runs: it continues the first from its checkpoints, without earlier computations."""
 
 import math
-import multiprocessing
-import signal
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from framework.build.training import Builder
-from framework.checkpoint.plain_state import PlainState
 from framework.engine.seam import Step
-from framework.engine.sums import Sums
-from framework.preflight.child import end_of
-from framework.preflight.differences import same
+from framework.preflight.differences import other_column, untouched
 from framework.preflight.findings import Finding, Refused, blamed
-from framework.preflight.player import Player
-from framework.preflight.training_samples import TrainingSamples, batch_tensors
-from framework.runtime.exits import error_text, place_of
-from framework.runtime.forks import begin_child
+from framework.preflight.player import SINGLE, Player
+from framework.preflight.training_samples import KEYED, TrainingSamples, batch_tensors, differs_when_loaded, same_tensors
+from framework.preflight.two_steps import Sketch, gradients_of, other_sketch, sketch, weights_of
+from framework.runs.metrics_file import Row
 
-BEFORE, AFTER = (2.0, 1.0), (1.5,)  # factors of the rows that parts get before and after a save: a best value is from before
+_BUFFER = {  # the remedies for values that change from step to step
+    "model": "register_buffer() it in the model",
+    "task": "register_buffer() it in the task (an nn.Module), or in the model",
+    "optimizer": "keep it in optimizer.state or in param_groups",
+    "metric": "a metric with a reset() that clears its whole state",
+    "part": "return it from state_dict(), and restore it in load_state_dict()",
+}
+_OUTSIDE = {
+    "model": "something outside its parameters and persistent buffers",
+    "task": "something outside its buffers",
+    "optimizer": "something outside its state and its parameter groups",
+    "metric": "something from evaluation to evaluation",
+    "part": "something outside its state",
+}
+_RESTORED = "restored from a checkpoint"
+LEFT = "left"  # the file of the first run for the second: samples of two splits, and what it computed
+BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
+_ROUNDING = 1e-4  # of a column of a training row; an evaluation is more exact
 
 
-def validation_step(build: Builder, *, micro_batch_size: int | None = None) -> Step:
+def validation_step(build: Builder) -> Step:
     """Return the first batch of the validation split."""
     with blamed("dataset", "its validation split cannot be fetched", "see dataset.*"):
         loader = build.loader(build.source("val"), "val", dp_rank=0, dp_size=1)
-        loader.num_workers, loader.micro_batch_size = 0, micro_batch_size or loader.micro_batch_size
+        loader.num_workers = 0
         return next(loader.evaluate())
 
 
-class Computed(NamedTuple):
-    """The results of a step: its sums, gradients and buffers, by name."""
+class Continued(NamedTuple):
+    """What a trainer computes after a checkpoint: a step, more steps by the same gradients, and an evaluation; each by name."""
 
-    sums: Sums
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, player: Player, sums: Sums) -> "Computed":
-        module = player.module
-        return cls(
-            {name: value.clone() for name, value in sums.items()},
-            {name: p.grad.clone() if p.grad is not None else None for name, p in module.named_parameters()},
-            {name: buffer.clone() for name, buffer in module.named_buffers()},
-        )
-
-    def first_difference(self, other: "Computed") -> str:
-        """Return the first difference after the same step: a sum, a gradient or a buffer; an empty text if there is none."""
-        for name, value in self.sums.items():
-            if not same(value, other.sums[name]):
-                return "the loss" if name == "loss" else name
-        for name, mine in self.gradients.items():
-            gradient = other.gradients[name]
-            if (mine is None) != (gradient is None) or (mine is not None and gradient is not None and not same(mine, gradient)):
-                return f"the gradient of {name}"
-        return next((name for name, buffer in self.buffers.items() if not same(buffer, other.buffers[name])), "")
-
-
-class Updated(NamedTuple):
-    """The results of the updates of a step: the number of the later ones, the weights, and the columns of the parts."""
-
+    path: Path  # of the checkpoint
+    before: dict[tuple[str, str], str]  # the numbers in plain attributes, by key and path
+    step: dict[str, Sketch]  # its sums, its gradients and, after it, the buffers
+    row: Row
     num_more: int
-    weights: dict[str, Tensor]
-    columns: dict[str, Any]
+    weights: dict[str, Sketch]
+    evaluation: Row
+    weights_after: dict[str, Sketch]  # a part may have changed them
+    numbers: dict[tuple[str, str], str]
 
     @classmethod
-    def of(cls, player: Player, num_more: int) -> "Updated":
-        return cls(num_more, _weights(player), player.columns)
-
-
-class Evaluated(NamedTuple):
-    """The results of an evaluation: its sums, the values of the metrics, and the weights if a part may have changed them."""
-
-    sums: Sums
-    measured: dict[str, Any]
-    weights: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, player: Player, sums: Sums) -> "Evaluated":
-        return cls(sums, dict(player.measured), _weights(player) if player.parts.by_name else {})
-
-
-def _weights(player: Player) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in player.module.named_parameters()}
+    def of(cls, player: Player, path: Path, step: Step, *, num_more: int, within_s: float) -> "Continued":
+        """Let a player take this step, `num_more` steps by its gradients (fewer if they take long), and evaluate."""
+        before = player.numbers()
+        player.take(step)
+        found = {f"the {name}": sketch(value) for sums in player.watch.sums.values() for name, value in sums.items()}
+        found |= {f"the gradient of {name}": value for name, value in gradients_of(player).items()}
+        found |= {name: sketch(buffer) for name, buffer in player.module.named_buffers()}
+        num_more = player.repeat(step, num_more, within_s=within_s)
+        weights = weights_of(player)
+        player.evaluate(shares=[1.5])
+        return cls(
+            path, before, found, player.rows[-2], num_more, weights, player.rows[-1], weights_of(player), player.numbers()
+        )
 
 
 class Continuation:
-    """The second process. It forks immediately; nothing may have been computed before. Its exceptions are raised here too."""
+    """The second run. `build` is a rehearsal's, `run` is the run's. Nothing may have been computed before in its process."""
 
-    def __init__(self, build: Builder, *, run: Builder, index: int) -> None:
-        """Fork. `index` is the number of the step to run."""
-        context = multiprocessing.get_context("fork")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(_Continued(build, run, index), theirs))
-        self._process.start()
-        theirs.close()
+    def __init__(self, build: Builder, *, run: Builder) -> None:
+        self._build, self._run = build.altered(parallel=SINGLE), run
 
-    def samples(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Load the validation split and then the training split; return samples of the first, and of another epoch."""
-        validation, later = self._ask("samples")
-        return list(validation), list(later)
-
-    def restore(self, tensors: dict[str, Tensor], kept: PlainState) -> None:
-        """Build the run's objects, and restore this state."""
-        self._ask("restore", tensors, kept.model_dump())
-
-    def step(self, index: int) -> Computed:
-        """Run the second batch as the step with this number; return its results."""
-        return self._ask("step", index)  # type: ignore[no-any-return]
-
-    def twice(self, index: int) -> tuple[Sums, Sums]:
-        """Run the step twice more, from the same state."""
-        return self._ask("twice", index)  # type: ignore[no-any-return]
-
-    def take(self, index: int, more: int) -> Updated:
-        """Take the optimizer's step, and `more` updates with the same gradients; return the results."""
-        return self._ask("take", index, more)  # type: ignore[no-any-return]
-
-    def evaluate(self) -> Evaluated:
-        """Evaluate a batch of the validation split; return the results."""
-        return self._ask("evaluate")  # type: ignore[no-any-return]
-
-    def numbers(self) -> dict[tuple[str, str], str]:
-        """Return the numbers in plain attributes of the run's objects."""
-        return self._ask("numbers")  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        self._ours.send((what, _packed(arguments)))
-        try:
-            answer, fault = self._ours.recv()
-        except EOFError:
-            self._process.join()
-            kind = MemoryError if self._process.exitcode == -signal.SIGKILL else RuntimeError
-            raise kind(f"its second process {end_of(self._process.exitcode or 0)}") from None
-        if isinstance(fault, Finding):
-            raise Refused(fault.key, fault.what, fault.cure, is_certain=fault.refuses)
-        if fault:
-            raise RuntimeError(fault)
-        return _unpacked(answer)
-
-
-class _Continued:
-    """The work of the second process."""
-
-    def __init__(self, build: Builder, run: Builder, index: int) -> None:
-        self._build, self._run, self._index = build, run, index
-
-    def samples(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def compare(self) -> list[Finding]:
+        """Raise Refused for what is different from the first run; return no other findings."""
+        other_validation, other_later, outcomes = pickle.loads(Path(self._build.config.run.dir, LEFT).read_bytes())
         validation = batch_tensors(validation_step(self._build))
-        later, self._following = TrainingSamples(self._build, run=self._run).late(self._index)
-        return tuple(validation), tuple(later)
+        self._samples = samples = TrainingSamples(self._build, run=self._run)
+        later, self._following = samples.later(), samples.step(BEFORE)
+        samples.compare(later, other_later)
+        if not same_tensors(validation, other_validation):
+            raise differs_when_loaded("val")
+        for outcome in outcomes:
+            self._compare(outcome)
+        return []
 
-    def restore(self, tensors: dict[str, Tensor], kept: dict[str, Any]) -> None:
-        self._player = Player(self._build)
-        self._player.restore(tensors, PlainState.model_validate(kept))
+    def _new_player(self) -> Player:
+        return Player(self._build, sources={"train": self._samples.source})
 
-    def step(self, index: int) -> Computed:
-        return Computed.of(self._player, self._player.forward_backward(self._following, index=index))
+    def _go_on(self, outcome: Continued, player: Player) -> Continued:
+        """Let a player do from the checkpoint what has led to this outcome."""
+        player.restore(outcome.path)
+        return Continued.of(player, outcome.path, self._following, num_more=outcome.num_more, within_s=math.inf)
 
-    def twice(self, index: int) -> tuple[Sums, Sums]:
-        def once() -> Sums:
-            with self._player.untouched():
-                return self._player.forward_backward(self._following, index=index)
+    def _again(self, outcome: Continued) -> dict[str, Sketch]:
+        """Let the last player do its step again. It keeps no buffer that a checkpoint does not hold."""
+        with untouched(self._player.module, self._player.engine.task):
+            return self._go_on(outcome, self._player).step
 
-        return once(), once()
+    def _compare(self, ours: Continued) -> None:
+        """Refuse what computes something else after a restore: a step, its updates, or an evaluation."""
+        self._ours, self._player = ours, self._new_player()
+        theirs = self._go_on(ours, self._player)
+        if differing := other_sketch(ours.step, theirs.step):
+            one, again = (self._again(ours) for _ in range(2))
+            varies = other_sketch(one, again) != ""
+            how = "the same step gives different results each time" if varies else f"{_RESTORED}, it computes different results"
+            why = "it draws from its own generator, depends on the time, or counts outside of its modules" if varies else ""
+            cure = f"draw {KEYED}; register_buffer() a count" if varies else ""
+            self._refuse(("model", "task"), f"{how} (first seen in {differing})", why=why, cure=cure)
+        self._compare_updates(ours, theirs)
+        self._compare_evaluations(ours, theirs)
+        for key, name in self._changed():  # it may matter only after thousands of steps
+            if ours.numbers[key, name] != theirs.numbers.get((key, name)):
+                raise Refused(
+                    key, f"{name} changes from step to step, and no checkpoint holds it", _BUFFER[key.partition(".")[0]]
+                )
 
-    def take(self, index: int, more: int) -> Updated:
-        self._player.take(index)
-        return Updated.of(self._player, self._player.take_more(more, first=index + 1, within_s=math.inf))
+    def _changed(self) -> list[tuple[str, str]]:
+        return [place for place, value in self._ours.numbers.items() if self._ours.before.get(place) != value]
 
-    def numbers(self) -> dict[tuple[str, str], str]:
-        return self._player.numbers()
+    def _compare_updates(self, ours: Continued, theirs: Continued) -> None:
+        if differing := other_sketch(ours.weights, theirs.weights):
+            who = [type(self._player.update.optimizer).__name__, *(f"part.{name}" for name in self._player.parts.by_name)]
+            self._refuse(("optimizer", "part"), f"{_RESTORED}, {' or '.join(who)} takes a different step (of {differing})")
+        if other_column(ours.row, theirs.row, tolerance=_ROUNDING):
+            again = self._go_on(ours, self._new_player()).row
+            if column := other_column(ours.row, theirs.row, but_not=again, tolerance=_ROUNDING):
+                self._refuse(("part",), f"{_RESTORED}, its column {column} is another one")
 
-    def evaluate(self) -> Evaluated:
-        return Evaluated.of(self._player, self._player.evaluate(validation_step(self._build), shares=AFTER))
+    def _compare_evaluations(self, ours: Continued, theirs: Continued) -> None:
+        if differing := other_column(ours.evaluation, theirs.evaluation, tolerance=1e-5):
+            metrics = self._player.trainer.tracker.metrics.by_name
+            is_metric = any(differing == name or differing.startswith(f"{name}_") for name in metrics)
+            self._refuse(
+                ("metric",) if is_metric else ("model", "task"), f"{_RESTORED}, an evaluation gives a different {differing}"
+            )
+        if differing := other_sketch(ours.weights_after, theirs.weights_after):
+            self._refuse(("part",), f"{_RESTORED}, after an evaluation it gives {differing} other values")
 
-
-def _serve(continued: _Continued, theirs: Connection) -> None:
-    begin_child()
-    with suppress(EOFError):
-        while True:
-            what, arguments = theirs.recv()
-            answer: Any = None
-            fault: Finding | str = ""
-            try:
-                answer = _packed(getattr(continued, what)(*_unpacked(arguments)))
-            except Refused as refused:
-                fault = refused.finding
-            except Exception as error:
-                fault = f"{error_text(error)} (at {place_of(error)})"
-            theirs.send((answer, fault))
-
-
-class _Packed(NamedTuple):
-    """A tensor to send to another process: torch would share its memory, with one open file for each tensor."""
-
-    content: bytes
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def _packed(tree: Any) -> Any:
-    """Return a tree of tuples and dictionaries with its tensors packed."""
-    if isinstance(tree, Tensor):
-        flat = tree.detach().to("cpu").contiguous().reshape(-1)
-        return _Packed(bytes(flat.view(torch.uint8).numpy()), tree.dtype, tuple(tree.shape))
-    if isinstance(tree, dict):
-        return {name: _packed(value) for name, value in tree.items()}
-    if isinstance(tree, tuple):
-        items = map(_packed, tree)
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return tree
-
-
-def _unpacked(tree: Any) -> Any:
-    if isinstance(tree, _Packed):
-        if not tree.content:
-            return torch.empty(tree.shape, dtype=tree.dtype)
-        return torch.frombuffer(bytearray(tree.content), dtype=tree.dtype).reshape(tree.shape)
-    if isinstance(tree, dict):
-        return {name: _unpacked(value) for name, value in tree.items()}
-    if isinstance(tree, tuple):
-        items = map(_unpacked, tree)
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return tree
+    def _refuse(self, keys: Sequence[str], what: str, *, why: str = "", cure: str = "") -> NoReturn:
+        """Refuse an object of one of these kinds, if possible with an attribute that has changed."""
+        changed = self._changed()
+        key, name = next((place for kind in keys for place in changed if place[0].partition(".")[0] == kind), (keys[0], ""))
+        kind = key.partition(".")[0]
+        if key == "part":
+            key = ", ".join(f"part.{part}" for part in self._player.parts.by_name)
+        if name:
+            why, cure = f"{name} changes, and no checkpoint holds it", _BUFFER[kind]
+        raise Refused(key, f"{what}: {why or 'it keeps ' + _OUTSIDE[kind]}", cure or _BUFFER[kind])

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.runs.metrics_file import Row
 from framework.runtime.torch_internals import TorchDispatchMode
 
 
 @contextmanager
-def untouched(*modules: nn.Module) -> Iterator[None]:
+def untouched(*modules: nn.Module | None) -> Iterator[None]:
     """Restore, after the context, the parameters and buffers that a forward has changed or replaced."""
-    whole = nn.ModuleList(modules)
+    whole = nn.ModuleList(module for module in modules if module is not None)
     before = [(tensor, tensor.detach().clone()) for tensor in (*whole.parameters(), *whole.buffers())]
     places = [(part, dict(part.named_buffers(recurse=False))) for part in whole.modules()]
     yield
@@ -39,6 +40,27 @@ def same(one: Tensor, other: Tensor) -> bool:
     tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
     one, other = (real(tensor).double().nan_to_num() for tensor in (one, other))
     return not one.numel() or bool((one - other).abs().max() <= tolerance * other.abs().max())
+
+
+def differ(one: Any, other: Any, *, tolerance: float = 1e-6) -> bool:
+    """Return whether two plain values differ by more than rounding."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) != len(other) or any(differ(*pair, tolerance=tolerance) for pair in zip(one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() != other.keys() or any(differ(one[key], other[key], tolerance=tolerance) for key in one)
+    if isinstance(one, float) and isinstance(other, float):
+        are_nan = one != one and other != other
+        return not are_nan and not abs(one - other) <= tolerance * max(1e-9, abs(other))
+    return bool(one != other)
+
+
+def other_column(ours: Row, theirs: Row, *, but_not: Row | None = None, tolerance: float = 1e-6) -> str:
+    """Return the first column that differs, but not one that differs also between `theirs` and `but_not`; or an empty text."""
+    for name in {**theirs, **ours}:
+        varies = but_not is not None and differ(but_not.get(name), theirs.get(name), tolerance=tolerance)
+        if not varies and differ(ours.get(name), theirs.get(name), tolerance=tolerance):
+            return name
+    return ""
 
 
 def plain_numbers(holders: Mapping[str, Any]) -> dict[tuple[str, str], str]:

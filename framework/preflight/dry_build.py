@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from framework.build import components
 from framework.checkpoint.file_tensors import stored_tensors
@@ -27,8 +27,6 @@ from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.update import averages_itself
 from framework.preflight.optimizer import optimizer_problems, turns_problems
 from framework.preflight.processes import axes_of
-from framework.runtime.exits import headline
-from framework.runtime.log import LOGGER
 from framework.runtime.problem import Problem
 from framework.training.metrics import averaged_state
 from framework.training.parts import ANSWERS, MOMENTS
@@ -48,8 +46,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return problems
     if problems := _check_init(model, config.model.get("init_from")):
         return problems
-    example = components.example(components.dataset(config.dataset).info)
-    give_example(model, example)
+    give_example(model, components.example(components.dataset(config.dataset).info))
     try:
         freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:
@@ -95,8 +92,6 @@ def dry_build(config: RunConfig) -> list[Problem]:
             key, value = demands.averages
             return [Problem(key, f"{value}, but {type(built).__name__} averages the weights itself", "one of them")]
         demands = dataclasses.replace(demands, averages_itself=True)
-    if not config.rehearse and not has_step and MODES[config.mode].about == "run":
-        _warn_of_forward(model, example)
     return _check_strategy(model, config.parallel, demands, num_processes=config.launch.most_processes)
 
 
@@ -238,14 +233,3 @@ def _of_strategy(line: str) -> Problem:
     """Return a strategy's line as a problem of the key at its start, or else of `parallel`."""
     names_key = line.partition(": ")[0].split(".")[0] in RunConfig.model_fields
     return Problem.of_line(line) if names_key else Problem.of_error("parallel", ValueError(line))
-
-
-def _warn_of_forward(model: nn.Module, batch: Tensor | None) -> None:
-    """Warn of a model that seems not to accept a batch of this data. It sees only shapes; a rehearsal is more exact."""
-    if batch is None:
-        return
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            model.eval()(batch)
-    except Exception as error:
-        LOGGER.warning("model: may not accept a batch of shape %s of this dataset (%s)", list(batch.shape), headline(error))

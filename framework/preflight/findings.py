@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from framework.engine.of_samples import WrongRows
-from framework.runtime.exits import Unfit, error_text, place_of
+from framework.runtime.exits import DiskFailed, Unfit, error_text, place_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def blamed(key: str, what: str, cure: str) -> Iterator[None]:
     """Turn exceptions of the user's code inside into a finding. If the model will run on a GPU, the CPU may be the cause."""
     try:
         yield
-    except Refused:
+    except (Refused, DiskFailed):
         raise
     except (Unfit, WrongRows) as error:  # its message already says what is wrong
         own_key, _, own = str(error).partition(": ")

@@ -1,55 +1,45 @@
-"""The objects of a rehearsal: a model with its engine and optimizer, and the findings."""
+"""The run's own trainer in a rehearsal: with small steps, in a folder of its own, and with a name for what is to blame."""
 
-import copy
+import math
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
-from framework.build.schedules import schedules
 from framework.build.training import Builder
-from framework.checkpoint.canonical import load_states, state_tensors
+from framework.checkpoint.canonical import misfit, restore, state_tensors
 from framework.checkpoint.format import dtype_name
-from framework.checkpoint.plain_state import NotSerializable, PlainState, plain_state_of, restore_plain
-from framework.checkpoint.training_state import TrainingState
+from framework.checkpoint.manifest import directory_name
+from framework.checkpoint.plain_state import NotSerializable, plain_state_of
+from framework.checkpoint.state import stored_plain_state
 from framework.config.schema import Node
-from framework.config.spelling import did_you_mean
-from framework.data.source import Source
+from framework.data.loader import Loader, Splits
+from framework.data.source import Selected, Source, Split
 from framework.engine.engine import Engine
 from framework.engine.seam import Step
-from framework.engine.sums import Sums, means, with_loss_of_turn
-from framework.modules.structure import freeze_parameters, in_eval_mode
+from framework.engine.sums import Sums
 from framework.modules.tensors import local
-from framework.optim.optimizers import hidden_matrices, trainable
-from framework.optim.turns import Turn
 from framework.optim.update import Update
-from framework.preflight.differences import plain_numbers, untouched
+from framework.preflight.differences import plain_numbers
 from framework.preflight.findings import Refused, blamed
-from framework.runs.metrics_file import Row, is_curve
-from framework.runtime.exits import Unfit
-from framework.training.evaluation import totals
-from framework.training.tracking import combined
+from framework.runs.metrics_file import MACHINE, Row
+from framework.runtime.exits import Diverged, Unfit
+from framework.training.parts import LoopParts
+from framework.training.speed import Speed
 
 SINGLE: Node = {"_target_": "framework.parallel.parallelize.parallelize"}
-_TOTAL_STEPS = 100  # of the run, for schedules and parts
-State = tuple[dict[str, Tensor], PlainState]  # the content of a checkpoint
-
-
-@contextmanager
-def _of_part(name: str) -> Iterator[None]:
-    """Blame a part for its exceptions; a ValueError already says what is wrong with the part's arguments."""
-    key = f"part.{name}"
-    with blamed(key, "it fails in a rehearsal", "see docs/parts.md"):
-        try:
-            yield
-        except ValueError as error:
-            raise Unfit(f"{key}.{error}") from error
+_STEP_FAILS = "a step fails", "does it run in a plain script? then please report it"
+_BLAMED = {  # by the phase of the loop; in other phases, the model
+    "optimizer": ("optimizer", "its step fails", "see the optimizer's own documentation"),
+    "loop": ("task", "its metrics fail on a batch of this dataset", "a task that fits the model"),
+    "evaluation": ("model", "an evaluation fails", "does it run in a plain script? then please report it"),
+}
 
 
 def _require_own_memory(tensors: Mapping[str, Tensor], *, key: str, cure: str) -> None:
@@ -67,228 +57,203 @@ def in_whole_batches(build: Builder, source: Source) -> Builder:
     return build.altered(drop_last=len(source) >= build.config.global_batch_size)
 
 
-class Player:
-    """A model with its engine and optimizer, as a run would have them on one process."""
+class Watch:
+    """The gradients of a step, by turn, before a part or the clipping changes them. It can give them again in later steps."""
 
-    def __init__(self, build: Builder) -> None:
-        config, self._build, self.task, self._dataset = build.config, build, build.task, build.dataset
-        with blamed("model", "it cannot be built", "does a plain script build it with these arguments? then please report it"):
-            self.module = build.model()
-        _require_own_memory(dict(self.module.named_parameters()), key="model", cure="assign the parameter, not its .data")
-        self.module.train()
-        freeze_parameters(self.module, config.trainer.freeze)
-        hidden = hidden_matrices(self.module)
-        with blamed("model", "it cannot be prepared for training", "see docs/extend.md, section A model"):
-            self.engine: Engine = build.engine(self.module)
-        trained = trainable(self.engine.module, hidden=hidden)
-        with blamed("optimizer", "it cannot be built", "see the optimizer's own documentation"):
-            self.update: Update = build.update(self.engine, trained, total_steps=_TOTAL_STEPS, epochs_before=lambda step: step)
-        self._turns: Sequence[Turn | None] = self.update.turns or [None]
-        self._computed: set[nn.Parameter] = set()  # by the latest backward pass: their gradients
-        self._scratch = TemporaryDirectory(prefix="steadfast-")  # the parts may write here
-        folder = Path(self._scratch.name)
-        splits = build.splits(self.engine)  # a part may ask for a split; nothing is loaded yet
-        self.parts = build.parts(
-            self.engine, self.update, total_steps=_TOTAL_STEPS, splits=splits, directory=folder, blame=self._watched
-        )
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._train, self._evaluate = engine, engine.train, engine.evaluate
+        engine.train, engine.evaluate = self._watch_step, self._watch_evaluation  # type: ignore[method-assign]
+        self.repeats = False  # whether a step gets the gradients of the last other step, and nothing is computed
+        self.sums: dict[str, Sums] = {}
+        self.gradients: dict[str, dict[str, Tensor | None]] = {}
+        self.computed: set[nn.Parameter] = set()  # by the latest backward pass: their gradients
+        self.around: AbstractContextManager[Any] = nullcontext()  # around the computation of gradients
+
+    def _watch_step(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
+        parameters = dict(self._engine.module.named_parameters())
+        if self.repeats:
+            for name, gradient in self.gradients[step.turn].items():
+                parameters[name].grad = gradient.clone() if gradient is not None else None
+            return self.sums[step.turn]
+        with self.around:
+            sums = self._train(step, index=index, loss_scale=loss_scale, measure=measure)
+        self.computed = {parameter for parameter in parameters.values() if parameter.grad is not None}
+        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        if sparse := [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]:
+            raise Refused("model", f"{sparse[0]} has a sparse gradient, which is not supported", "sparse=False")
+        if step.turn not in self.gradients:  # a part may compute them again
+            self.sums[step.turn] = {name: value.clone() for name, value in sums.items()}
+            self.gradients[step.turn] = {n: g.detach().clone() if g is not None else None for n, g in gradients.items()}
+        return sums
+
+    def _watch_evaluation(self, step: Step) -> Sums:
+        sums = self._evaluate(step)
+        if training := [name or "the model" for name, part in self._engine.module.named_modules() if part.training]:
+            what = f"an evaluation puts {training[0]} into training mode and leaves it there"
+            raise Refused("model", what, "leave modes to the loop")
+        return sums
+
+
+class _Stage(Builder):
+    """A builder of a rehearsal's trainer. Exceptions in the user's code become findings."""
+
+    sources: Mapping[Split, Source] = {}  # the splits that are loaded already
+    watch: Watch
+
+    def engine(self, module: nn.Module) -> Engine:
+        engine = super().engine(module)
+        self.watch = Watch(engine)
+        return engine
+
+    def splits(self, engine: Engine) -> Splits:
+        return Splits(partial(self._small, dp_rank=engine.dp_rank, dp_size=engine.dp_size))
+
+    def _small(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
+        """Return the loader of the training split, or of the first batch of another split."""
+        stored: Split = split if self.config.trainer.overfit_batches is None else "train"
+        source, build = self.sources[stored] if stored in self.sources else self.source(stored), self
+        if split == "train":
+            build = in_whole_batches(self, source)  # type: ignore[assignment]
+        else:
+            source = Selected(source, np.arange(min(len(source), self.config.global_batch_size)))
+        loader = build.loader(source, split, dp_rank=dp_rank, dp_size=dp_size)
+        loader.num_workers = 0
+        return loader
+
+    def parts(self, engine: Engine, update: Update, **named: Any) -> LoopParts:
+        return super().parts(engine, update, **named | {"blame": self._of_part})
 
     @contextmanager
-    def _watched(self, name: str) -> Iterator[None]:
-        """Blame a part for its exceptions, and refuse it if it brings back a gradient that has been taken away."""
-        removed = [parameter for parameter in self._computed if parameter.grad is None]
-        with _of_part(name):
-            yield
+    def _of_part(self, name: str) -> Iterator[None]:
+        """Blame a part for its exceptions, and refuse it if it brings back a gradient that has been taken away.
+
+        A ValueError already says what is wrong with the part's arguments.
+        """
+        key, removed = f"part.{name}", [parameter for parameter in self.watch.computed if parameter.grad is None]
+        with blamed(key, "it fails in a rehearsal", "see docs/parts.md"):
+            try:
+                yield
+            except ValueError as error:
+                raise Unfit(f"{key}.{error}") from error
         if any(parameter.grad is not None for parameter in removed):
             what = "it brings back the gradient of a parameter that its turn or an earlier part does not train in this step"
-            raise Refused(f"part.{name}", what, "leave gradients that are None; loop.recompute() does")
+            raise Refused(key, what, "leave gradients that are None; loop.recompute() does")
 
-    def require_schedules(self, total_steps: int, *, epochs_before: Callable[[int], int]) -> None:
-        """Refuse schedules that are no functions of the step, or that do not have a rate for each step of a run."""
-        node, of = self._build.config.scheduler, self._build.config.optimizer
-        one, other = (
-            schedules(node, self.update.optimizer, of=of, total_steps=total_steps, epochs_before=epochs_before)
-            for _ in range(2)
-        )
-        of_run = replace(self.update, schedule=one.pop(""), schedules=one)
-        of_run.require_steps(total_steps)
-        pairs = [(of_run.schedule, other.pop("")), *((one[name], other[name]) for name in one)]
-        if any(mine.span(total_steps) != theirs.span(total_steps) for mine, theirs in pairs):
-            what = "it has other rates each time: it draws random numbers, or depends on the time"
-            raise Refused("scheduler", what, "a function of the step alone")
+    def stopwatch(self) -> Speed:
+        return Speed(self.world.device)
+
+
+class Player:
+    """A rehearsal's trainer. `sources` are the splits that are loaded already. Without a `folder`, it makes its own."""
+
+    def __init__(self, build: Builder, *, sources: Mapping[Split, Source], folder: Path | None = None) -> None:
+        run = build.config.run
+        place = folder if folder is not None else tempfile.mkdtemp(dir=run.dir)
+        self._stage = _Stage(build.config, world=build.world).altered(run=run.model_copy(update={"dir": str(place)}))
+        self._stage.sources = sources
+        with blamed("model", "it, or its optimizer, cannot be built", "does a plain script build them? then please report it"):
+            self.trainer = self._stage.trainer()
+        self.engine, self.update, self.parts = self.trainer.engine, self.trainer.update, self.trainer.parts
+        self.module, self.task, self.watch = self.engine.module, self._stage.task, self._stage.watch
+        _require_own_memory(dict(self.module.named_parameters()), key="model", cure="assign the parameter, not its .data")
+        self.rows: list[Row] = []
+        self.diverged = ""  # why a row was not finite
+        self.trainer.recorder.log = self._log  # type: ignore[method-assign]
+        self._shares: Sequence[float] = ()
+        self._evaluated, self.parts.evaluated = self.parts.evaluated, self._call_parts  # type: ignore[method-assign]
+
+    def _log(self, row: Row) -> None:
+        self.rows.append({name: value for name, value in row.items() if name not in MACHINE})
+
+    def _call_parts(self, split: str, row: Mapping[str, Any]) -> None:
+        for share in self._shares:
+            self._evaluated(split, {n: value * share if isinstance(value, float) else value for n, value in row.items()})
+
+    @contextmanager
+    def _blamed(self, split: str, of_model: tuple[str, str] = _STEP_FAILS) -> Iterator[None]:
+        """Blame the object that the trainer was using for an exception. A row of numbers that are not finite is a row here."""
+        try:
+            yield
+        except Diverged as error:
+            self.diverged = str(error)
+            self.rows.append({"step": self.trainer.progress.step, "split": split, "loss": math.nan})
+        except Exception:
+            with blamed(*_BLAMED.get(self.trainer.speed.phase, ("model", *of_model))):
+                raise
+
+    def begin(self, index: int) -> tuple[Step, Iterator[Step]]:
+        """Start at a step with this number: return it, and an iterator of the following steps. Collective."""
+        order, progress = self.trainer.splits.loader("train").order, self.trainer.progress
+        for _ in range(index):
+            progress.samples_seen += order.size(progress.samples_seen)
+        progress.step = index
+        return self.trainer.begin()
+
+    def gradients(self, step: Step, *, index: int, measure: bool = True) -> Sums:
+        """Compute the gradients of a step's first turn (without turns, of all parameters), and change nothing else."""
+        turn = next((turn.name for turn in self.update.turns), "")
+        return self.engine.train(step._replace(turn=turn), index=index, loss_scale=1.0, measure=measure)
+
+    def take(self, step: Step, *, of_model: tuple[str, str] = _STEP_FAILS) -> None:
+        """Take a step and log its row, as the run does. `of_model`: what a failure means, and the remedy."""
+        self.watch.gradients.clear()
+        with self._blamed("train", of_model):
+            self.trainer.take(step)
+            self.parts.can_save(is_ending=False)
+
+    def repeat(self, step: Step, count: int, *, within_s: float) -> int:
+        """Take `count` more steps by the last gradients, fewer if they take long; return their number. Collective."""
+        first, until, self.watch.repeats = self.trainer.progress.step, time.monotonic() + within_s, True
+        while self.trainer.progress.step < first + count and time.monotonic() < until:
+            self.advance(step)
+        self.watch.repeats = False
+        return self.trainer.progress.step - first
+
+    def advance(self, step: Step) -> None:
+        """Take a step that has no row."""
+        with self._blamed("train"):
+            self.trainer.train_step(step, measure=False)
+
+    def evaluate(self, *, shares: Sequence[float]) -> None:
+        """Evaluate the first batch of the validation split; for each share, call the parts with a row times this share."""
+        self._shares = shares
+        with self._blamed("val"):
+            self.trainer.evaluate("val")
 
     def numbers(self) -> dict[tuple[str, str], str]:
         """Return the numbers in plain attributes of the run's objects, by key and path: they may explain a fault."""
         holders: dict[str, Any] = {"model": self.module, "task": self.task, "optimizer": self.update.optimizer}
-        holders |= {f"metric.{name}": metric for name, metric in self._build.metrics.by_name.items()}
+        holders |= {f"metric.{name}": metric for name, metric in self.trainer.tracker.metrics.by_name.items()}
         holders |= {f"part.{name}": part for name, part in self.parts.by_name.items()}
         return plain_numbers(holders)
 
-    def forward_backward(self, step: Step, *, index: int) -> Sums:
-        """Run the step's first turn (without turns, all parameters). All turns run in each step, even if they are not due."""
-        progress = self.parts.loop.progress
-        progress.step, progress.samples_seen = index, index * step.num_samples
-        self._step = self.parts.begin_step(step, has_row=True)
-        self._sums = self._turn(self._turns[0], index=index)
-        return self._sums
-
-    def _turn(self, turn: Turn | None, *, index: int) -> Sums:
-        for parameter in self.module.parameters():
-            parameter.grad = None
-        step = self._step._replace(turn=turn.name if turn is not None else "")
-        sums = self.engine.train(step, index=index, loss_scale=1.0, measure=True)
-        self._computed = {parameter for parameter in self.module.parameters() if parameter.grad is not None}
-        self.update.keep(turn)
-        return sums if turn is None else with_loss_of_turn(sums, turn.name)
-
-    def take(self, index: int) -> None:
-        sums = self._sums
-        for number, turn in enumerate(self._turns):
-            if number > 0:
-                sums = self._turn(turn, index=index)
-            self.parts.gradients_ready(sums, self._step._replace(turn=turn.name if turn is not None else ""))
-            is_last = number == len(self._turns) - 1
-            if is_last:
-                self._gradients = [(p, p.grad.clone()) for p in self.engine.module.parameters() if p.grad is not None]
-            self._update(turn, index=index, is_last=is_last)
-        progress = self.parts.loop.progress
-        progress.step, progress.samples_seen = index + 1, (index + 1) * self._step.num_samples
-        self.parts.step_taken()
-        self.parts.can_save(is_ending=False)
-        with blamed("part", "its row fails", "see docs/parts.md"):
-            columns = self.parts.columns()
-            combined(*self._columns("train", sums, num_samples=self._step.num_samples), *columns)
-        self.columns = {f"{name} ({key})": value for key, found in columns for name, value in found.items()}
-
-    def _update(self, turn: Turn | None, *, index: int, is_last: bool = True) -> None:
-        norm = self.engine.clip_grad_norm(turn.clip_grad_norm if turn is not None else None)
-        self.update.take(index, grad_norm=norm, is_last=is_last)
-
-    def take_more(self, count: int, *, first: int, within_s: float) -> int:
-        """Take `count` more updates with the last gradients, from step `first`; fewer if they take long. Return their number.
-
-        The parts are called too, and may act at some steps. Collective.
-        """
-        until, progress = time.monotonic() + within_s, self.parts.loop.progress
-        self._computed = set()
-        for index in range(first, first + count):
-            progress.step, progress.samples_seen = index, index * self._step.num_samples
-            self.parts.begin_step(self._step, has_row=False)
-            for parameter, gradient in self._gradients:  # an update may reduce, scale or free them
-                parameter.grad = gradient.clone()
-            self.parts.gradients_ready(self._sums, self._step)
-            self._update(self._turns[-1], index=index)
-            progress.step += 1
-            self.parts.step_taken()
-            if time.monotonic() > until:
-                return index + 1 - first
-        return count
-
-    def evaluate(self, step: Step, *, shares: Sequence[float]) -> Sums:
-        """Evaluate a batch as a run evaluates a split; for each share, call the parts with a row of numbers times this share.
-
-        Collective.
-        """
-        build = self._build
-        self.parts.evaluating("val")
-        with (
-            blamed("model", "an evaluation fails", "does it run in a plain script? then please report it"),
-            in_eval_mode(self.module),
-        ):
-            sums = self.engine.evaluate(step)
-            training = [name or "the model" for name, part in self.module.named_modules() if part.training]
-        if training:
-            what = f"an evaluation puts {training[0]} into training mode and leaves it there"
-            raise Refused("model", what, "leave modes to the loop")
-        columns = self._columns("val", sums, num_samples=step.num_samples)
-        with blamed("metric", "it fails on a batch of this dataset", "a metric that fits the task"):
-            self.measured = build.metrics.compute(world=build.world)
-            row = combined(*columns, ("metric", self.measured))
-        self._require_monitors(row)
-        for share in shares:
-            scaled = {name: value * share if isinstance(value, float) else value for name, value in row.items()}
-            self.parts.evaluated("val", scaled)
-        return sums
-
-    def _columns(self, split: str, sums: Sums, *, num_samples: int) -> list[tuple[str, Row]]:
-        """Return the task's columns of a row. Collective."""
-        found = means(totals(sums, world=self._build.world), num_samples=num_samples)
-        with blamed("task", "its metrics fail on a batch of this dataset", "a task that fits the model"):
-            columns = self._build.tracker().columns(split, found, step=self.parts.loop.step)
-            combined(*columns)
-        return columns
-
-    def _require_monitors(self, row: Mapping[str, Any]) -> None:
-        """Refuse a monitor that an evaluation does not measure: only the values show which columns metrics have."""
-        config = self._build.config
-        patience = config.trainer.early_stopping
-        monitors = {"checkpoint.monitor": config.checkpoint.monitor}
-        monitors |= {"trainer.early_stopping.monitor": patience.monitor} if patience.patience is not None else {}
-        measured = [f"val/{name}" for name in row if is_curve(name)]
-        for key, monitor in monitors.items():
-            if monitor.startswith("val/") and monitor not in measured:
-                close = did_you_mean(monitor, measured)
-                choices = f"one of {', '.join(measured)}" + (f"; {close}" if close else "")
-                raise Refused(key, f"{monitor} is not measured", choices)
-
-    def state(self) -> State:
-        """Return the content of a checkpoint. Refused if a checkpoint cannot hold all of it."""
+    def save(self) -> Path:
+        """Save a checkpoint, as the run does; return its path. Refused if a checkpoint cannot hold all of it. Collective."""
+        trainer = self.trainer
         with blamed("part", "its state cannot be saved", "see docs/parts.md"):
-            self.parts.saving()
-            self.parts.plain()
-        try:
-            kept = plain_state_of(self.held(), initial=self.update.initial)
-            tensors = state_tensors(self.held())
-        except NotSerializable as error:
-            raise Refused("optimizer", f"its state, or the model's extra state, holds {error}, which no checkpoint can hold",
-                          "keep numbers, text and tensors, in lists or dictionaries") from None  # fmt: skip
-        of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
-        _require_own_memory(of_optimizer, key="optimizer", cure="keep a tensor for each parameter")
-        if odd := [name for name, tensor in tensors.items() if dtype_name(tensor.dtype) is None]:
-            what = f"{odd[0].partition('/')[2]} is {tensors[odd[0]].dtype}, a type that no checkpoint supports"
-            raise Refused("model", what, "precision=fp32, or a real tensor of two parts (torch.view_as_real)")
-        return {name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(kept)
+            try:
+                plain_state_of(trainer.held, initial=self.update.initial)
+            except NotSerializable as error:
+                what = f"its state, or the model's extra state, holds {error}, which no checkpoint can hold"
+                raise Refused("optimizer", what, "keep numbers, text and tensors, in lists or dictionaries") from None
+            tensors = state_tensors(trainer.held)
+            of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
+            _require_own_memory(of_optimizer, key="optimizer", cure="keep a tensor for each parameter")
+            if odd := [name for name, tensor in tensors.items() if dtype_name(tensor.dtype) is None]:
+                what = f"{odd[0].partition('/')[2]} is {tensors[odd[0]].dtype}, a type that no checkpoint supports"
+                raise Refused("model", what, "precision=fp32, or a real tensor of two parts (torch.view_as_real)")
+            trainer.commit()
+        return trainer.saver.store.directory / directory_name(trainer.progress.step)
 
-    def held(self) -> TrainingState:
-        return TrainingState(self.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
-
-    def untouched(self) -> AbstractContextManager[None]:
-        """Return a context that restores parameters and buffers at its end."""
-        return untouched(*(module for module in (self.module, self.engine.task) if module is not None))
-
-    def restore(self, tensors: dict[str, Tensor], kept: PlainState) -> None:
-        """Do in memory what `checkpoint.canonical.restore` does with a file."""
-        mine, self._late = state_tensors(self.held()), dict[str, Tensor]()
-        kinds = [{name: value.shape for name, value in held.items() if name.startswith("model/")} for held in (mine, tensors)]
-        if odd := sorted(dict(kinds[0].items() ^ kinds[1].items())):
-            what = f"{odd[0].partition('/')[2]} appears, or changes its shape, in training: no run could continue"
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint, as the run does. Collective."""
+        trainer, world = self.trainer, self.trainer.world
+        _, state = trainer.saver.store.named(path)
+        if fault := misfit(path, trainer.held, world=world):
+            name = fault.split()[0].partition("/")[2]
+            what = f"{name} appears, or changes its shape, in training: no run could continue"
             raise Refused("model", what, "make it in the constructor, in its full size")
-        with blamed("model", "its state cannot be restored", "the state dict of a new model has the same names"):
-            for name, tensor in mine.items():
-                if not name.startswith("part/"):
-                    tensor.copy_(tensors[name])
-        for name, tensor in ((name, tensor) for name, tensor in tensors.items() if name.startswith("part/")):
-            if name in mine and mine[name].shape == tensor.shape:
-                mine[name].copy_(tensor)
-            else:
-                self._late[name.removeprefix("part/")] = tensor.clone()
         with blamed("optimizer", "its state cannot be restored", "load_state_dict() accepts the result of state_dict()"):
-            self._restore_optimizer(tensors, kept)
-
-    def _restore_optimizer(self, tensors: dict[str, Tensor], kept: PlainState) -> None:
-        optimizer = self.update.optimizer
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        states: dict[int, dict[str, Tensor]] = {}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(parameters):
-            prefix = f"optimizer/{names[id(parameter)]}/"
-            given = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            own = {name: _laid_out(value, like=parameter) for name, value in given.items()}
-            if own:
-                states[number] = own
-        load_states(optimizer, states)
-        restore_plain(kept, self.held(), late=self._late)
-
-
-def _laid_out(value: Tensor, *, like: Tensor) -> Tensor:
-    """Return a copy with the strides of a parameter of the same shape, as `restore` makes an optimizer's state."""
-    return torch.empty_like(like.detach() if value.shape == like.shape else value, dtype=value.dtype).copy_(value)
+            restore(path, stored_plain_state(state), trainer.held, world=world)
+        trainer.load_state_dict(state)
+        trainer.speed.begin(step=trainer.progress.step, samples_seen=trainer.progress.samples_seen)

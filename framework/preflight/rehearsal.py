@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ from framework.build import components
 from framework.build.training import Builder
 from framework.preflight.child import Found, in_child
 from framework.preflight.comparison import compare
+from framework.preflight.continuation import Continuation
 from framework.preflight.findings import Finding, Refused
 from framework.preflight.trial import Trial
 from framework.runtime.log import LOGGER
@@ -20,6 +22,7 @@ from framework.runtime.problem import Problem
 
 _LIMIT_S = 120.0
 _FEW, _MANY = 8, 512  # samples in a micro-batch
+_SMALL = {"compile": False, "sync_batchnorm": False, "profile": False, "max_steps": 100, "max_epochs": None, "log_every": 1}
 _SWITCH = "rehearse=false starts without a rehearsal"
 
 
@@ -40,45 +43,57 @@ def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "war
     return problems
 
 
-Half = Callable[[Builder], list[Finding]]  # of a rehearsal
+Work = Callable[[Builder], list[Finding]]  # a part of a rehearsal
 _RESUMES, _SCALES = "a continued run computes the same", "several processes compute the same as one process"
 
 
 def perform(build: Builder) -> tuple[list[Finding], str]:
-    """Return the findings of steps on one process, with a save and a restore between, and of two steps with its strategy.
+    """Return the findings of three short runs of the trainer: one process, which saves; another, which continues from there;
+    and several with the run's strategy, which take the same steps as one.
 
-    Also return why the rehearsal was not finished, and what it has not checked: "" if it was finished. Each half runs in a
-    separate process without earlier computations, because code may keep results that it has computed once.
+    Also return why the rehearsal was not finished, and what it has not checked: "" if it was finished. Each runs in a separate
+    process without earlier computations, because code may keep results that it has computed once.
     """
     config, found, unchecked = build.config, list[Finding](), ""
     own = config.micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
-    halves: dict[str, Half] = {_RESUMES: partial(_trial, build=build), _SCALES: compare}
+    works: list[tuple[Work, str]] = [
+        (_require_memory, _RESUMES),
+        (lambda small: Trial(small, run=build).run(), _RESUMES),
+        (lambda small: Continuation(small, run=build).compare(), _RESUMES),
+    ]
+    works += [(compare, _SCALES)] if config.launch.most_processes > 1 else []
     for size in sorted({min(own, _FEW), min(own, _MANY)}):  # as many as in the run, for a model that needs them
-        rehearsed, found, left = _small(build, size=size), [], list(halves)
-        for half in (_require_memory, *halves.values()):
-            more, unchecked = _tried(partial(half, rehearsed))
-            found += more
-            if unchecked or any(finding.refuses for finding in found):
-                break
-            left = left[1:] if half is not _require_memory else left
-        if unchecked:
-            left = left[: 1 if config.launch.most_processes == 1 else None]
-            return found, f"{unchecked}; it is not checked whether {' and '.join(left)}"
+        found = []
+        with TemporaryDirectory(prefix="steadfast-") as folder:
+            for number, (work, _) in enumerate(works):
+                more, unchecked = _tried(partial(work, _small(build, size=size, folder=folder)))
+                found += more
+                if unchecked:
+                    left = dict.fromkeys(checked for _, checked in works[number:])
+                    return found, f"{unchecked}; it is not checked whether {' and '.join(left)}"
+                if any(finding.refuses for finding in found):
+                    break
         if not any(finding.refuses for finding in found) or found[-1].key == "rehearse":
             break
     return found, unchecked
 
 
-def _small(build: Builder, *, size: int) -> Builder:
-    """Return a builder for a rehearsal: steps of two micro-batches with `size` samples each."""
-    config = build.config
-    precision = config.precision
+def _small(build: Builder, *, size: int, folder: str) -> Builder:
+    """Return a builder for a rehearsal in a folder: steps of two micro-batches with `size` samples each."""
+    config, turns = build.config, build.config.optimizer.get("turns") or {}
+    precision, divergence = config.precision, config.trainer.divergence.model_copy(update={"action": "raise"})
     return build.altered(
         global_batch_size=2 * size,
         micro_batch_size=size,
         drop_last=False,
         rehearse=False,
-        trainer=config.trainer.model_copy(update={"compile": False, "sync_batchnorm": False, "profile": False}),
+        trainer=config.trainer.model_copy(update=_SMALL | {"divergence": divergence}),
+        checkpoint=config.checkpoint.model_copy(update={"async_save": False, "max_failures": 0, "keep_last": 2}),
+        logger={},
+        model=config.model | {"init_from": None},
+        # a rehearsal has too few steps for a turn that is not in each
+        optimizer=config.optimizer | {"turns": {name: turn | {"every": 1} for name, turn in turns.items()}},
+        run=config.run.model_copy(update={"dir": folder}),
         # not every CPU supports fp16, and no CPU float8
         precision=precision.model_copy(update={"name": "fp32"}) if precision.name in ("fp16", "float8") else precision,
     )
@@ -89,7 +104,10 @@ def _tried(work: Callable[[], list[Finding]]) -> tuple[list[Finding], str]:
 
     def plain() -> Found:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-        return [asdict(finding) for finding in work()]
+        try:
+            return [asdict(finding) for finding in work()]
+        except Refused as refused:
+            return [asdict(refused.finding)]
 
     found, failure = in_child(plain, limit_s=_LIMIT_S, is_silent=True)
     if failure and not failure.is_unfinished:
@@ -98,13 +116,6 @@ def _tried(work: Callable[[], list[Finding]]) -> tuple[list[Finding], str]:
             cure = "a lock or a pool that a fork has copied never answers: make it when a process first uses it"
         return [Finding("rehearse", f"the rehearsal fails: {failure}", cure)], ""
     return [Finding(**item) for item in found], str(failure or "")
-
-
-def _trial(rehearsed: Builder, *, build: Builder) -> list[Finding]:
-    try:
-        return Trial(rehearsed, run=build).run()
-    except Refused as refused:
-        return [refused.finding]
 
 
 def _require_memory(build: Builder) -> list[Finding]:

@@ -34,12 +34,12 @@ class TrainingSamples:
 
     def __init__(self, build: Builder, *, run: Builder) -> None:
         with blamed("dataset", "its training split cannot be loaded", "see dataset.*"):
-            self._source = build.source("train")
-        self._build, self._run = in_whole_batches(build, self._source), run
+            self.source = build.source("train")
+        self._build, self._run = in_whole_batches(build, self.source), run
 
     def _loader(self, *, num_workers: int = 0, micro_batch_size: int | None = None) -> Loader:
         with blamed("sampler", "it cannot order this data", "see sampler.*"):
-            loader = self._build.loader(self._source, "train", dp_rank=0, dp_size=1)
+            loader = self._build.loader(self.source, "train", dp_rank=0, dp_size=1)
         loader.num_workers = min(num_workers, loader.num_workers)
         loader.micro_batch_size = micro_batch_size or loader.micro_batch_size
         return loader
@@ -70,7 +70,7 @@ class TrainingSamples:
     def order(self) -> Order:
         """The run's own order."""
         with blamed("sampler", "it cannot order this data", "see sampler.*"):
-            return self._run.loader(self._source, "train", dp_rank=0, dp_size=1).order
+            return self._run.loader(self.source, "train", dp_rank=0, dp_size=1).order
 
     @cached_property
     def plan(self) -> Plan:
@@ -124,7 +124,7 @@ class TrainingSamples:
                     found[path + name] = repr(value)  # the text of nan equals the text of nan
                 look(value, f"{path}{name}.", depth + 1)
 
-        look(self._source, "", 0)
+        look(self.source, "", 0)
         look(self._build.dataset, "", 0)
         return found
 
@@ -132,19 +132,23 @@ class TrainingSamples:
         """Return the first step in micro-batches of so many samples: fetched anew, because a tensor's rows may be anything."""
         return list(self._loader(micro_batch_size=size).train_step(0).micro_batches)
 
-    def late(self, index: int) -> tuple[list[Tensor], Step]:
-        """Return the first step's samples as they are in the next epoch, and then the step with this number."""
+    def later(self) -> list[Tensor]:
+        """Return the first step's samples as they are in the next epoch."""
         with blamed("dataset", "its first batch cannot be fetched in another epoch", "see dataset.*"):
-            loader, samples_seen = self._loader(), 0
-            for _ in range(index):
-                samples_seen += loader.order.size(samples_seen)
-            return batch_tensors(loader.train_step(0, later=1)), loader.train_step(samples_seen)
+            return batch_tensors(self._loader().train_step(0, later=1))
 
-    def compare(self, others: list[Tensor]) -> None:
-        """Refuse data with a memory; `others` is the first result of `late` in a process that has loaded the data itself."""
-        if not same_tensors(self.late(0)[0], others):
-            again = TrainingSamples(self._build, run=self._run)
-            if not equal(again._loader().train_step(0), self._loader().train_step(0)):
+    def step(self, index: int) -> Step:
+        """Return the step with this number."""
+        loader, samples_seen = self._loader(), 0
+        for _ in range(index):
+            samples_seen += loader.order.size(samples_seen)
+        return loader.train_step(samples_seen)
+
+    def compare(self, mine: list[Tensor], others: list[Tensor]) -> None:
+        """Refuse data with a memory, if the results of `later` differ in two processes, each of which has loaded the data."""
+        if not same_tensors(mine, others):
+            one, again = (TrainingSamples(self._build, run=self._run)._loader().train_step(0) for _ in range(2))
+            if not equal(one, again):
                 raise differs_when_loaded("train")
             what = "a sample depends on the samples before: it keeps its draws, or counts"
             raise Refused("dataset", what, "keep only stored data, and draw each time")

@@ -1,4 +1,4 @@
-"""The observations of one process (of one or a few) in two steps with a strategy."""
+"""The third of a rehearsal's short runs: what each process computes in two steps, and how that differs from one process."""
 
 import itertools
 import math
@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +14,22 @@ from torch import Tensor, nn
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import model_tensors, state_tensors
-from framework.checkpoint.plain_state import plain_state_of, require_same_parts
+from framework.checkpoint.plain_state import require_same_parts
 from framework.data.source import Source
-from framework.engine.engine import Engine
-from framework.engine.seam import Step
 from framework.modules.tensors import first_tensor, whole
-from framework.preflight.differences import real
+from framework.preflight.differences import differ, other_column, real
 from framework.preflight.findings import Finding, Refused, blamed
-from framework.preflight.player import Player, in_whole_batches
+from framework.preflight.player import Player
+from framework.runs.metrics_file import Row
+from framework.runtime.problem import shown
 
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
 _SAMPLED = 1 << 16  # numbers of a tensor
 _LEAST = 1e-6  # of a scale in float64: an activation is near 1
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps to search, and seconds, for a step that is hard for a strategy
+
+_TOLERANCE = 1e-6  # in float64: a wrong computation differs by more than a thousandth, rounding by less than 1e-10
 
 Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
 
@@ -37,21 +40,18 @@ class Seen:
 
     outputs: dict[str, Sketch] = field(default_factory=dict)  # of modules in the first micro-batch, in the order of their ends
     gradients: list[dict[str, Sketch]] = field(default_factory=list)  # of each step
-    weights: dict[str, Sketch] = field(default_factory=dict)  # after two steps
-    updated: dict[str, Sketch] = field(default_factory=dict)  # after more updates
+    updated: dict[str, Sketch] = field(default_factory=dict)  # the weights, after more updates
     buffers: dict[str, Sketch] = field(default_factory=dict)  # that checkpoints hold, after two steps
     scales: dict[str, float] = field(default_factory=dict)  # of buffers: the norm from which rounding is judged
-    early: dict[str, Sketch] = field(default_factory=dict)  # buffers after the first step, on the ranks with its first samples
-    sums: list[dict[str, float]] = field(default_factory=list)  # of each step, and of an evaluation
-    columns: list[dict[str, Any]] = field(default_factory=list)  # of the parts, in the row of each step
+    rows: list[Row] = field(default_factory=list)  # of each step, and of an evaluation
     restored: list[dict[str, Sketch]] = field(default_factory=list)  # gradients of a step, and again after a restore before it
-    kept: dict[str, Any] = field(default_factory=dict)  # the values in the optimizer's groups, by parameter and key
     first: int = 0  # the number of the first step
     num_updates: int = 0  # after the two steps
     do_part: bool = False  # its samples enter different modules
     fault: str = ""
+    unfinished: str = ""  # what it lacked
     asks: str = ""  # the first call of torch.distributed by the model's own code
-    of_part: Finding | None = None  # a fault of a part, with any strategy
+    finding: Finding | None = None  # a fault with any strategy
 
 
 def sketch(tensor: Tensor) -> Sketch:
@@ -69,19 +69,12 @@ def sketches(module: nn.Module) -> dict[str, Sketch]:
     return {name: sketch(tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED) or 1]) for name, tensor in plain.items()}
 
 
-def _steps(build: Builder, source: Source, engine: Engine, *, first: int, count: int) -> Iterator[tuple[int, Step]]:
-    whole = in_whole_batches(build, source)
-    loader = whole.loader(source, "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
-    loader.num_workers = 0
-    return itertools.islice(enumerate(loader.train(0)), first, first + count)
-
-
-def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
+def first_to_part(build: Builder, source: Source, *, folder: Path) -> tuple[int, bool]:
     """Return the step, of the first few, where the modules that two processes' samples enter differ most; and if they differ.
 
     Strategies differ in how they handle modules that a forward skips, at random or depending on its samples.
     """
-    player = Player(build)
+    player = Player(build, sources={"train": source, "val": source}, folder=folder)
     paths: list[list[nn.Module]] = []
     if isinstance(player.module, torch.jit.ScriptModule):
         return 0, False
@@ -90,9 +83,10 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
         if not isinstance(part, torch.jit.ScriptModule):  # scripted modules take no hooks
             part.register_forward_pre_hook(lambda part, _: paths[-1].append(part))
     best, most, until = 0, 0, time.monotonic() + _SEARCH_S
-    for index, step in _steps(build, source, player.engine, first=0, count=_SEARCHED):
+    start, following = player.begin(0)
+    for index, step in enumerate(itertools.chain([start], itertools.islice(following, _SEARCHED - 1))):
         paths.clear()
-        player.forward_backward(step, index=index)
+        player.gradients(step, index=index)
         half, everything = -(-len(paths) // 2), set[nn.Module]().union(*paths)
         apart = sum(one != other for one, other in zip(paths, paths[half:]))
         # the last sample of a share: its gradients are summed
@@ -104,85 +98,87 @@ def first_to_part(build: Builder, source: Source) -> tuple[int, bool]:
     return best, most > 0
 
 
-def two_steps(build: Builder, source: Source, seen: Seen) -> None:
+def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> None:
     """Take two steps from `seen.first`, `seen.num_updates` more updates with the last gradients, and evaluate a batch.
 
     Record the results in `seen`. With 0 updates, take as many as the model's size allows. Collective.
     """
-    player = Player(build)
+    player = Player(build, sources={"train": source, "val": source}, folder=folder)
     engine = player.engine
-    for index, step in _steps(build, source, engine, first=seen.first, count=2):
-        is_first = index == seen.first
-        if is_first:
-            engine.warm_up()
+    step, following = player.begin(seen.first)
+    for is_first in (True, False):
         with _outputs(engine.module, seen.outputs if is_first and engine.dp_rank == 0 else {}):
-            sums = player.forward_backward(step, index=index)
-        seen.sums.append({name: float(value) for name, value in sums.items()})
-        seen.gradients.append(_gradients(engine.module))
-        if is_first and engine.dp_rank == 0:
-            seen.early = {name: sketch(buffer) for name, buffer in engine.module.named_buffers()}
-        player.take(index)
-        seen.columns.append(player.columns)
-    kept = plain_state_of(player.held(), initial=player.update.initial)
-    states = {name: sketch(tensor) for name, tensor in player.parts.tensors().items()}
-    try:
-        with blamed("part", "its state cannot be saved", "see docs/parts.md"):
-            require_same_parts([part.parts for part in build.world.agreement.gather(kept)])
-            require_same_parts(build.world.agreement.gather(states))
-    except Refused as refused:
-        seen.of_part = refused.finding
-    for group in kept.groups:
-        seen.kept |= {f"{key} (of {name})": value for name in group.names for key, value in group.values.items()}
-    for name, values in kept.numbers.items():
-        seen.kept |= {f"state {key} (of {name})": value for key, value in values.items()}
-    seen.weights = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
-    seen.weights |= {f"the state of part.{name}": state for name, state in states.items()}
+            player.take(step)
+        seen.gradients.append(gradients_of(player))
+        if is_first:
+            step = next(following)
     is_small = sum(parameter.numel() for parameter in engine.module.parameters()) < _SMALL
     count, within_s = (seen.num_updates, math.inf) if seen.num_updates else (_UPDATES, _UPDATES_S)
-    count = count if is_small else min(count, _UPDATES_IF_LARGE)
-    seen.num_updates = player.take_more(count, first=seen.first + 2, within_s=within_s)
-    for name, tensor in state_tensors(player.held()).items():
-        if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-            what = f"{name} is an unfinished sum over the processes, which no checkpoint holds (full_tensor() takes it)"
-            raise Refused("optimizer", what, "parallel=ddp")
-    seen.updated = {name: sketch(parameter) for name, parameter in engine.module.named_parameters()}
-    seen.updated |= {f"the state of part.{name}": sketch(tensor) for name, tensor in player.parts.tensors().items()}
-    loader = build.loader(source, "val", dp_rank=engine.dp_rank, dp_size=engine.dp_size)
-    loader.num_workers = 0
+    seen.num_updates = player.repeat(step, count if is_small else min(count, _UPDATES_IF_LARGE), within_s=within_s)
+    seen.updated = weights_of(player)
     engine.sync_buffers()
-    names = {f"model/{name}": name for name, _ in engine.module.named_buffers()}
-    buffers = {names[key]: tensor for key, tensor in model_tensors(engine.module).items() if key in names}
+    _note_buffers(engine.module, seen)
+    _look_at_evaluation(player, seen)
+    seen.rows = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in player.rows]
+    seen.fault = player.diverged if build.world.world_size == 1 else ""
+    if build.world.world_size > 1 and player.parts.can_save(is_ending=False):
+        _require_storable(player)
+        again = Player(build.altered(), sources={"train": source, "val": source}, folder=folder)
+        again.engine.warm_up()
+        again.restore(player.save())
+        step = next(following)
+        for one in (player, again):
+            one.take(step)
+            seen.restored.append(gradients_of(one))
+
+
+def _note_buffers(module: nn.Module, seen: Seen) -> None:
+    names = {f"model/{name}": name for name, _ in module.named_buffers()}
+    buffers = {names[key]: tensor for key, tensor in model_tensors(module).items() if key in names}
     seen.buffers = {name: sketch(tensor) for name, tensor in buffers.items()}
     alike = {name: (name.rpartition(".")[0], tensor.shape, tensor.is_floating_point()) for name, tensor in buffers.items()}
     for name, kind in alike.items():  # a mean near zero has the scale of the variance beside it, not that of its rounding
         beside = max(seen.buffers[other][0] for other in alike if alike[other] == kind)
         seen.scales[name] = max(_LEAST, beside) if kind[2] else 0.0
-    seen.sums.append({name: float(value) for name, value in player.evaluate(next(loader.evaluate()), shares=[1.0]).items()})
 
 
-def _gradients(module: nn.Module) -> dict[str, Sketch]:
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
-    return {name: sketch(torch.zeros(()) if gradient is None else gradient) for name, gradient in gradients.items()}
+def _require_storable(player: Player) -> None:
+    """Refuse what differs between processes, or is only a part of a sum, where a checkpoint has one value. Collective."""
+    states = {name: sketch(tensor) for name, tensor in player.parts.tensors().items()}
+    with blamed("part", "its state cannot be saved", "see docs/parts.md"):
+        require_same_parts(player.trainer.world.agreement.gather(states))
+    for name, tensor in state_tensors(player.trainer.held).items():
+        if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+            what = f"{name} is an unfinished sum over the processes, which no checkpoint holds (full_tensor() takes it)"
+            raise Refused("optimizer", what, "parallel=ddp")
 
 
-def restored_step(build: Builder, source: Source, seen: Seen) -> None:
-    """Take a step, and compute the next one twice: as it follows, and by a new model, with a save and a restore between.
+def _look_at_evaluation(player: Player, seen: Seen) -> None:
+    """Evaluate a batch. Find a buffer that this changes on each process in another way. Collective."""
+    before = {name: sketch(buffer) for name, buffer in player.module.named_buffers()}
+    player.evaluate(shares=[1.0])
+    changed = {name: sketch(buffer) for name, buffer in player.module.named_buffers()}
+    ranks = player.trainer.world.agreement.gather({name: now for name, now in changed.items() if differ(now, before[name])})
+    for name in (name for name, now in changed.items() if any(differ(rank.get(name, now), now) for rank in ranks)):
+        what = f"an evaluation changes its buffer {name}, on each process with its own samples"
+        seen.finding = Finding("model", what, "change it in training only (self.training)")
 
-    Record in `seen.restored` the gradients; nothing if the run cannot be saved there. Collective.
-    """
-    player, again = Player(build), Player(build.altered())
-    (index, step), (following, second) = _steps(build, source, player.engine, first=seen.first, count=2)
-    player.engine.warm_up()
-    player.forward_backward(step, index=index)
-    player.take(index)
-    if not player.parts.can_save(is_ending=False):
-        return
-    player.engine.sync_buffers()
-    again.engine.warm_up()
-    again.restore(*player.state())
-    for one in (player, again):
-        one.forward_backward(second, index=following)
-        seen.restored.append(_gradients(one.engine.module))
+
+def weights_of(player: Player) -> dict[str, Sketch]:
+    """Return sketches of the parameters, and of the tensors in the states of the parts."""
+    weights = {name: sketch(parameter) for name, parameter in player.module.named_parameters()}
+    return weights | {f"the state of part.{name}": sketch(tensor) for name, tensor in player.parts.tensors().items()}
+
+
+def gradients_of(player: Player) -> dict[str, Sketch]:
+    """Return sketches of the gradients of a step, before parts and clipping change them."""
+    found: dict[str, Sketch] = {}
+    for turn, gradients in player.watch.gradients.items():
+        for name, parameter in player.module.named_parameters():
+            if parameter.requires_grad:
+                gradient = gradients[name]
+                found[f"{name} in turn {turn}" if turn else name] = sketch(torch.zeros(()) if gradient is None else gradient)
+    return found
 
 
 @contextmanager
@@ -204,3 +200,61 @@ def _outputs(module: nn.Module, outputs: dict[str, Sketch]) -> Iterator[None]:
     yield
     for handle in handles:
         handle.remove()
+
+
+# --- the differences between one process and several in the same steps
+
+
+def difference(expected: Seen, ranks: list[Seen], *, but_not: Seen | None = None) -> str:
+    """Return the first difference, or an empty text. A column that differs also in `but_not` does not count."""
+    gradients = [{name: sketch for rank in ranks[::-1] for name, sketch in rank.gradients[step].items()} for step in range(2)]
+    worst = ""
+    for step in range(2):
+        worst = worst or _other_number(expected, ranks[0], step, where=f"step {step + 1}", but_not=but_not)
+        worst = worst or far(expected.gradients[step], gradients[step], what=f"step {step + 1}: the gradient of")
+    updated = {name: sketch for rank in ranks[::-1] for name, sketch in rank.updated.items()}
+    worst = worst or far(expected.updated, updated, what=f"after {expected.num_updates} more updates by the same gradients:")
+    worst = worst or _other_number(expected, ranks[0], 2, where="an evaluation", but_not=but_not)
+    buffers = {name: sketch for rank in ranks[::-1] for name, sketch in rank.buffers.items()}
+    for name, sketch in expected.buffers.items():  # one by one: some are counts
+        found = {name: buffers[name]} if name in buffers else {}
+        worst = worst or far({name: sketch}, found, what="after two steps: the buffer", scale=expected.scales[name])
+    if not worst:
+        return ""
+    for name, sketch in expected.outputs.items():
+        for rank in ranks:
+            if name in rank.outputs and not _distance(sketch, rank.outputs[name]) <= _TOLERANCE * max(sketch[0], 1e-12):
+                return f"first in the output of {name or 'the model'}; {worst}"
+    return worst
+
+
+def far(
+    expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str, scale: float = 0.0, tolerance: float = _TOLERANCE
+) -> str:
+    """Return the tensor that differs most, if all tensors together differ by more than the rounding of a norm of `scale`."""
+    if missing := expected.keys() ^ actual.keys():
+        return f"{what} {min(missing)} exists on one side only"
+    distances = {name: _distance(expected[name], actual[name]) for name in expected}
+    norm = max(scale, 1e-12, sum(sketch[0] ** 2 for sketch in expected.values()) ** 0.5)
+    if sum(distance**2 for distance in distances.values()) ** 0.5 <= tolerance * norm:
+        return ""
+    name = next(name for name in distances if not distances[name] <= tolerance * max(expected[name][0], 1e-12))
+    return f"{what} {name} differs by {distances[name] / max(expected[name][0], 1e-12):.1e}"
+
+
+def other_sketch(ours: dict[str, Sketch], theirs: dict[str, Sketch]) -> str:
+    """Return the name of the first tensor that differs by more than rounding; or an empty text. (`repr`: nan equals nan.)"""
+    for name in (name for name in {**ours, **theirs} if repr(ours.get(name)) != repr(theirs.get(name))):
+        if not (name in ours and name in theirs) or far({name: ours[name]}, {name: theirs[name]}, what=""):
+            return name
+    return ""
+
+
+def _other_number(expected: Seen, rank: Seen, number: int, *, where: str, but_not: Seen | None) -> str:
+    row, found = expected.rows[number], rank.rows[number]
+    name = other_column(found, row, but_not=but_not.rows[number] if but_not is not None else None)
+    return name and f"{name} of {where} is {shown(found.get(name))} instead of {shown(row.get(name))}"
+
+
+def _distance(one: Sketch, other: Sketch) -> float:
+    return max(abs(one[0] - other[0]), abs(one[1] - other[1]))

@@ -34,7 +34,7 @@ class Speed:
         is_on_gpu = self.device.type == "cuda"
         self._events: deque[tuple[Phase, torch.cuda.Event]] | None = deque(maxlen=_MOST_EVENTS) if is_on_gpu else None
         self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
-        self._phase: Phase = "start"
+        self.phase: Phase = "start"
         self._since = time.perf_counter()
         self._at_tick = self._seconds.copy()
         self.begin(step=0, samples_seen=0)
@@ -42,8 +42,8 @@ class Speed:
     def enter(self, phase: Phase) -> None:
         """Count the time from now on for `phase`."""
         now = time.perf_counter()
-        self._seconds[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+        self._seconds[self.phase] += now - self._since
+        self.phase, self._since = phase, now
         if self._events is not None:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -51,12 +51,12 @@ class Speed:
 
     def begin(self, *, step: int, samples_seen: int) -> None:
         """Count for the next row from now on."""
-        self.enter(self._phase)
+        self.enter(self.phase)
         self._at_row = step, samples_seen, self._seconds.copy()
 
     def step_s(self, *, step: int) -> float:
         """Return the seconds of a step since the last row, measured by this rank; 0 if there was no step."""
-        self.enter(self._phase)
+        self.enter(self.phase)
         last_step, _, before = self._at_row
         spent = self._since_then(before)
         return sum(spent[phase] for phase in (*PARTS, "loop")) / (step - last_step) if step > last_step else 0.0
@@ -93,7 +93,7 @@ class Speed:
 
     def tick(self) -> tuple[float, float]:
         """Return the seconds since the last call, and how many of these were spent in steps."""
-        self.enter(self._phase)
+        self.enter(self.phase)
         spent, self._at_tick = self._since_then(self._at_tick), self._seconds.copy()
         return sum(spent.values()), sum(spent[phase] for phase in _STEPPING)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.config.schema import EarlyStopping
+from framework.config.spelling import did_you_mean
 from framework.runs.metrics_file import NOT_CURVES, Row, is_curve
 from framework.runtime.exits import Unfit
 from framework.training.metrics import Metrics
@@ -29,8 +30,10 @@ def combined(*sources: tuple[str, Row]) -> Row:
 def require_metric(name: str, row: Row, *, key: str) -> None:
     """Raise Unfit if a row lacks the metric that `key` names: the data may decide whether a task measures it."""
     if name not in row:
-        measured = ", ".join(other for other in row if is_curve(other))
-        raise Unfit(f"{key}: {row['split']}/{name} is not measured here (there are {measured})")
+        split = row["split"]
+        measured = [f"{split}/{other}" for other in row if is_curve(other)]
+        choices = "; ".join(filter(None, [f"one of {', '.join(measured)}", did_you_mean(f"{split}/{name}", measured)]))
+        raise Unfit(f"{key}: {split}/{name} is not measured ({choices})")
 
 
 @dataclass(eq=False)
