@@ -165,7 +165,9 @@ class Engine:
         kinds = by_mesh([p for p in self._parameters if p.grad is not None])
         counted = [[p.grad for p in kind if p.grad is not None and id(p) not in self.uncounted] for kind in kinds]
         norms = [whole(get_total_norm(gradients)) for gradients in counted]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]))
+        if not norms:  # a stage may have only frozen weights
+            norms = [torch.zeros((), dtype=next(nn.Module.parameters(self.module)).dtype)]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         if self.norm_over is not None:
             norm = self._root_of_sum(norm, group=self.norm_over)
         if max_norm is not None:
