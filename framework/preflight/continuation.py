@@ -4,7 +4,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from framework.build.training import Builder
 from framework.engine.seam import Step
@@ -30,7 +30,6 @@ _OUTSIDE = {
     "part": "something outside its state",
 }
 _RESTORED = "restored from a checkpoint"
-LEFT = "left"  # the file of the first run for the second: samples of two splits, and what it computed
 BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
 _ROUNDING = 1e-4  # of a column of a training row; an evaluation is more exact
 
@@ -72,15 +71,27 @@ class Continued(NamedTuple):
         )
 
 
+def leave_in(file: IO[bytes], value: object) -> None:
+    """Leave what the first run has seen and computed for the second. The file has no name: no other program can write it."""
+    pickle.dump(value, file)
+    file.flush()
+
+
+def left_in(file: IO[bytes]) -> Any:
+    """Return what the first run has left."""
+    file.seek(0)
+    return pickle.loads(file.read())
+
+
 class Continuation:
     """The second run. `build` is a rehearsal's, `run` is the run's. Nothing may have been computed before in its process."""
 
-    def __init__(self, build: Builder, *, run: Builder) -> None:
-        self._build, self._run = build.altered(parallel=SINGLE), run
+    def __init__(self, build: Builder, *, run: Builder, left: IO[bytes]) -> None:
+        self._build, self._run, self._left = build.altered(parallel=SINGLE), run, left
 
     def compare(self) -> list[Finding]:
         """Raise Refused for what is different from the first run; return no other findings."""
-        other_validation, other_later, outcomes = pickle.loads(Path(self._build.config.run.dir, LEFT).read_bytes())
+        other_validation, other_later, outcomes = left_in(self._left)
         validation = batch_tensors(validation_step(self._build))
         self._samples = samples = TrainingSamples(self._build, run=self._run)
         later, self._following = samples.later(), samples.step(BEFORE)

@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from tempfile import TemporaryDirectory
-from typing import Literal
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Literal
 
 import torch
 
@@ -56,21 +56,21 @@ def perform(build: Builder) -> tuple[list[Finding], str]:
     """
     config, found, unchecked = build.config, list[Finding](), ""
     own = config.micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
-    works: list[tuple[Work, str]] = [
-        (_require_memory, _RESUMES),
-        (lambda small: Trial(small, run=build).run(), _RESUMES),
-        (lambda small: Continuation(small, run=build).compare(), _RESUMES),
-    ]
-    works += [(compare, _SCALES)] if config.launch.most_processes > 1 else []
     for size in sorted({min(own, _FEW), min(own, _MANY)}):  # as many as in the run, for a model that needs them
         found = []
-        with TemporaryDirectory(prefix="steadfast-") as folder:
+        with TemporaryDirectory(prefix="steadfast-") as folder, TemporaryFile() as left:
+            works: list[tuple[Work, str]] = [
+                (_require_memory, _RESUMES),
+                (partial(_first_run, run=build, left=left), _RESUMES),
+                (partial(_second_run, run=build, left=left), _RESUMES),
+            ]
+            works += [(compare, _SCALES)] if config.launch.most_processes > 1 else []
             for number, (work, _) in enumerate(works):
                 more, unchecked = _tried(partial(work, _small(build, size=size, folder=folder)))
                 found += more
                 if unchecked:
-                    left = dict.fromkeys(checked for _, checked in works[number:])
-                    return found, f"{unchecked}; it is not checked whether {' and '.join(left)}"
+                    rest = dict.fromkeys(checked for _, checked in works[number:])
+                    return found, f"{unchecked}; it is not checked whether {' and '.join(rest)}"
                 if any(finding.refuses for finding in found):
                     break
         if not any(finding.refuses for finding in found) or found[-1].key == "rehearse":
@@ -116,6 +116,14 @@ def _tried(work: Callable[[], list[Finding]]) -> tuple[list[Finding], str]:
             cure = "a lock or a pool that a fork has copied never answers: make it when a process first uses it"
         return [Finding("rehearse", f"the rehearsal fails: {failure}", cure)], ""
     return [Finding(**item) for item in found], str(failure or "")
+
+
+def _first_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Finding]:
+    return Trial(build, run=run, left=left).run()
+
+
+def _second_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Finding]:
+    return Continuation(build, run=run, left=left).compare()
 
 
 def _require_memory(build: Builder) -> list[Finding]:

@@ -1,9 +1,8 @@
 """The first of a rehearsal's short runs: on one process, some steps with saves between, and what can be seen in one forward."""
 
-import pickle
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from typing import IO
 
 from torch import Tensor, nn
 
@@ -12,7 +11,7 @@ from framework.build.training import Builder
 from framework.engine.forward import modules_of
 from framework.engine.seam import Step
 from framework.optim.update import Update
-from framework.preflight.continuation import BEFORE, LEFT, Continued, validation_step
+from framework.preflight.continuation import BEFORE, Continued, leave_in, validation_step
 from framework.preflight.cut import Cutting
 from framework.preflight.differences import Writes
 from framework.preflight.findings import Finding, Refused, blamed
@@ -28,8 +27,9 @@ _SYNC = "use nn.BatchNorm2d, with trainer.sync_batchnorm=true"
 class Trial:
     """A few steps of a run on one process."""
 
-    def __init__(self, build: Builder, *, run: Builder) -> None:
-        """`build` is a rehearsal's, `run` is the run's."""
+    def __init__(self, build: Builder, *, run: Builder, left: IO[bytes]) -> None:
+        """`build` is a rehearsal's, `run` is the run's; `left` is a file for the second run."""
+        self._left = left
         self.build, self.of_run = build.altered(parallel=SINGLE), run
         self.num_processes = build.config.launch.most_processes
 
@@ -57,7 +57,7 @@ class Trial:
             first.evaluate(shares=())
             outcomes.append(self._go_on(first, steps[BEFORE]))
         first.parts.ended()
-        Path(self.build.config.run.dir, LEFT).write_bytes(pickle.dumps((validation, later, outcomes)))
+        leave_in(self._left, (validation, later, outcomes))
         return findings
 
     def _require_schedules(self, update: Update) -> None:
