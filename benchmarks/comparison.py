@@ -88,7 +88,8 @@ def kill_run_after(step: int) -> None:
 
     def train_step(trainer, *args, **kwargs):  # type: ignore[no-untyped-def]
         result = original(trainer, *args, **kwargs)
-        is_rehearsed = trainer.recorder.directory.path.name.startswith("steadfast-")
+        parts = trainer.recorder.directory.path.parts
+        is_rehearsed = any(part.startswith(("steadfast-", "rehearsal_")) for part in parts)
         if trainer.progress.step == step and not is_rehearsed:
             os.kill(0, signal.SIGKILL)  # the run's process group
         return result
