@@ -223,9 +223,10 @@ def _child(
 
 
 def finished(*overrides: str, root: Path, **options: Any) -> Ended:
-    """Run a command that must finish."""
+    """Run a command that must finish, and not find its run finished (another strategy is no other run)."""
     ended = command(*overrides, root=root, **options)
     assert ended.code == 0, f"exit {ended.code}: {overrides}\n{ended.output}"
+    assert "finished already" not in ended.output, f"the run was there: {overrides}\n{ended.output}"
     return ended
 
 

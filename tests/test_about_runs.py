@@ -75,7 +75,7 @@ def test_the_first_step_that_differs_is_found(root: Path) -> None:
     difference = rows_difference(first, second)
     assert difference.last_same == 0 and difference.first == (1, "train")  # the rate is in the row of the first step
     assert "lr" in difference.values
-    ended = asked(root, "diff", first.name, second.name)
+    ended = asked(root, "diff", str(first), second.name)
     assert "first difference: step 1, train" in ended.output and re.search(r"optimizer\.lr +\S+  \|  0\.03", ended.output)
     assert "tensors differ, the most in" in ended.output
 
@@ -292,12 +292,12 @@ def damaged(root: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_what_is_damaged_is_said_and_the_rest_is_shown(root: Path, damaged: Path) -> None:
-    for words in (["show", str(damaged)], ["diff", str(damaged), run_called(root, "one").name], ["why", str(damaged)]):
+    for words in (["show", str(damaged)], ["diff", str(damaged), str(run_called(root, "one"))], ["why", str(damaged)]):
         ended = asked(root, *words)
         assert ended.code == 0 and "Traceback" not in ended.output, ended.output
         assert "\x1b" not in ended.output
     assert "has changed since the run wrote it" in asked(root, "show", str(damaged)).output
-    assert "code\n  not compared: A has no record" in asked(root, "diff", str(damaged), run_called(root, "one").name).output
+    assert "code\n  not compared: A has no record" in asked(root, "diff", str(damaged), str(run_called(root, "one"))).output
     assert "no record of its starts" in asked(root, "why", str(damaged)).output
 
 

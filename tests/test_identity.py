@@ -6,7 +6,11 @@ import pytest
 from annotated_types import Ge
 
 from framework.config.compose import compose_line
-from framework.config.identity import identity
+from framework.config.folders import options
+from framework.config.identity import INEXACT, identity
+from framework.parallel.layout import Options
+from framework.parallel.parallelize import exact_options
+from tests.test_conformance import NOT_EQUAL
 
 Share = Annotated[float, Ge(0)]
 
@@ -19,7 +23,8 @@ class Own:
 
 
 OWN = {"_target_": "tests.test_identity.Own"}
-FSDP, TOKENS = "framework.parallel.parallelize.parallelize", "framework.data.tokens.Tokens"
+STOPS = "trainer.early_stopping.patience=3"
+EXACT, TOKENS = "framework.parallel.parallelize.parallelize", "framework.data.tokens.Tokens"
 
 
 def node(**values: Any) -> dict[str, Any]:
@@ -45,6 +50,8 @@ def node(**values: Any) -> dict[str, Any]:
     ({"dataset": OWN | {"source": "north"}}, {"dataset": OWN | {"source": "south"}}),
     ({"parallel": OWN | {"sequence": None}}, {"parallel": OWN | {"sequence": False}}),
     ({"parallel": OWN | {"prefetch": 1}}, {"parallel": OWN | {"prefetch": 2}}),
+    ({"parallel": OWN}, {"parallel": {"_target_": EXACT}}),
+    ({"parallel": {"_target_": EXACT, "param_dtype": "bf16"}}, {"parallel": {"_target_": EXACT, "param_dtype": None}}),
     ({"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 1}}},
      {"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 2}}}),
     ({"extra": {"x": 1}}, {"extra": {"x": 1.0}}),
@@ -62,8 +69,8 @@ def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, A
     (node(parts={"blocks": "layers"}), node()),
     ({"dataset": OWN | {"num_workers": 1}}, {"dataset": OWN | {"num_workers": 2}}),
     ({"dataset": {"_target_": TOKENS, "source": "a"}}, {"dataset": {"_target_": TOKENS, "source": "b"}}),
-    ({"parallel": {"_target_": FSDP, "prefetch": 1}}, {"parallel": {"_target_": FSDP, "prefetch": None}}),
-    ({"parallel": {"_target_": FSDP, "sequence": None}}, {"parallel": {"_target_": FSDP, "sequence": False}}),
+    ({"parallel": {"_target_": EXACT, "prefetch": 1}}, {"parallel": {"_target_": EXACT, "prefetch": None}}),
+    ({"parallel": {"_target_": EXACT, "param_dtype": None}}, {}),
     ({"metric": {}}, {}),
     (node(init_from=None, parts=None), node()),
 ])  # fmt: skip
@@ -75,10 +82,33 @@ def test_two_configurations_are_one_run(one: dict[str, Any], other: dict[str, An
     (["trainer.clip_grad_norm=1"], ["trainer.clip_grad_norm=1.0"], True),
     (["optimizer.lr=1", "optimizer.betas=[0,1e-1]"], ["optimizer.lr=1.0", "optimizer.betas=[0.0,0.1]"], True),
     (["checkpoint.monitor=val/accuracy"], ["checkpoint.monitor=val/accuracy", "checkpoint.mode=min"], False),
-    (["trainer.early_stopping.monitor=val/accuracy"],
-     ["trainer.early_stopping.monitor=val/accuracy", "trainer.early_stopping.mode=min"], False),
+    ([STOPS, "trainer.early_stopping.monitor=val/accuracy"],
+     [STOPS, "trainer.early_stopping.monitor=val/accuracy", "trainer.early_stopping.mode=min"], False),
     (["+x=1"], ["+x=1.0"], False),
+    (["parallel=fsdp"], ["parallel=fsdp", "parallel.reduce_dtype=bf16"], False),
+    (["parallel=local-sgd"], [], False),
+    (["parallel=local-sgd"], ["parallel=diloco"], False),
+    (["invariance=bitwise", "micro_batch_size=8", "parallel=ddp"], ["micro_batch_size=8", "parallel=ddp"], False),
+    (["trainer.log_every=5"], [], True),
+    (["trainer.log_every=5", STOPS, "trainer.early_stopping.monitor=val/loss"],
+     [STOPS, "trainer.early_stopping.monitor=val/loss"], True),
+    (["trainer.log_every=5", STOPS, "trainer.early_stopping.monitor=train/loss"],
+     [STOPS, "trainer.early_stopping.monitor=train/loss"], False),
+    (["trainer.log_every=5", "part=gradient_norms"], ["part=gradient_norms"], False),  # a part knows which steps have rows
+    (["trainer.activation_checkpointing=true", "trainer.activation_offload=true"], [], True),
+    (["trainer.early_stopping.monitor=val/accuracy"], [], True),  # without patience
 ])  # fmt: skip
 def test_two_commands(one: list[str], other: list[str], is_one_run: bool) -> None:
     ids = {compose_line(line).config["run"]["id"] for line in (one, other)}
     assert len(ids) == (1 if is_one_run else 2)
+
+
+@pytest.mark.parametrize("strategy", options("parallel"))
+def test_a_strategy_is_part_of_a_run_only_if_it_computes_something_else(strategy: str) -> None:
+    ids = {compose_line(line).config["run"]["id"] for line in ([f"parallel={strategy}"], [])}
+    assert len(ids) == (2 if strategy in (*NOT_EQUAL, "parameter-server") else 1)
+
+
+def test_the_options_that_round_are_those_that_the_rehearsal_turns_off() -> None:
+    given = dict.fromkeys(Options.__annotations__, 1)
+    assert {name for name, value in exact_options(**given).items() if value is None} == {*INEXACT}

@@ -74,7 +74,7 @@ def identity() -> None:
     axes.text(0.4, 0.8, "command", fontsize=10, color=DARK, weight="bold")
     axes.text(15.4, 0.8, "decides what is computed", fontsize=10, color=DARK, weight="bold")
     axes.text(24.6, 0.8, "id", fontsize=10, color=DARK, weight="bold")
-    commands = [([], "lr 0.003, seed 0, ..."), (["logger=tensorboard", "checkpoint.every=10"], "lr 0.003, seed 0, ..."),
+    commands = [([], "lr 0.003, seed 0, ..."), (["parallel=fsdp", "logger=tensorboard"], "lr 0.003, seed 0, ..."),
                 (["optimizer.lr=0.01"], "lr 0.01, seed 0, ...")]  # fmt: skip
     ids = [checked_line(words).config.run.id for words, _ in commands]  # type: ignore[union-attr]
     lr = checked_line([]).config.optimizer["lr"]  # type: ignore[union-attr]

@@ -14,13 +14,12 @@ from framework.config.schema import OWN, RunConfig, section_of
 EXECUTION = (
     "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "report", "hydra", "name",
     "rehearse", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
-    "checkpoint.max_failures", "trainer.profile", "trainer.activation_offload",
-    "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",
+    "checkpoint.max_failures", "trainer.profile", "trainer.activation_checkpointing", "trainer.activation_offload",
+    "trainer.deterministic", "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",
     "dataset.num_workers", "dataset.keep_on_cpu",  # of any dataset: the framework reads them
 )  # fmt: skip
 
-# The same, for arguments of the framework's own components: in a user's component, such a name may decide what is computed.
-_OF_OWN_COMPONENTS = ("dataset.source", "parallel.sequence", "parallel.prefetch")
+INEXACT = ("hook", "param_dtype", "reduce_dtype", "send_dtype")  # options of the framework's strategies that round or change sums
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -35,11 +34,21 @@ def identity(config: Mapping[str, Any]) -> str:
 
 
 def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys that are not part of the identity of a run with this configuration."""
-    own = {
-        name for name, node in config.items() if isinstance(node, dict) and str(node.get("_target_")).startswith("framework.")
-    }
-    return (*EXECUTION, *(key for key in _OF_OWN_COMPONENTS if key.partition(".")[0] in own))
+    """Return the keys that are not part of the identity of a run with this configuration.
+
+    The framework's strategies compute the same, so they are not part of it. A user's strategy is, and one of the extras.
+    """
+    nodes = {name: node for name, node in config.items() if isinstance(node, Mapping)}
+    own = {name: node for name, node in nodes.items() if str(node.get("_target_")).startswith("framework.")}
+    keys = [*EXECUTION, *(["dataset.source"] if "dataset" in own else [])]
+    keys += [f"parallel.{key}" for key, value in own.get("parallel", {}).items() if key not in INEXACT or value is None]
+    trainer = nodes.get("trainer", {})
+    stopping = trainer.get("early_stopping") or {}
+    if stopping.get("patience") is None:
+        keys.append("trainer.early_stopping")
+    if not config.get("part") and (stopping.get("patience") is None or not str(stopping.get("monitor")).startswith("train/")):
+        keys.append("trainer.log_every")  # nothing that decides reads the rows
+    return tuple(keys)
 
 
 _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}

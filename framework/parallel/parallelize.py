@@ -20,6 +20,7 @@ from framework.parallel.layout import OF_AXES, Layout, Options
 from framework.parallel.model_parallel import place
 from framework.runtime.log import LOGGER
 
+_INEXACT = ("hook", "param_dtype", "reduce_dtype", "send_dtype")  # they round or change sums; framework/config/identity.py too
 _CUTS = ("shard", "expert", "tensor", "pipeline")  # ranks along them hold a part of the model
 
 
@@ -123,8 +124,7 @@ def _apart(options: Mapping[str, Any], demands: Demands) -> list[str]:
 
 def exact_options(**options: object) -> dict[str, object]:
     """Return the options with which the strategy computes the same as one process."""
-    rounding = ("hook", "param_dtype", "reduce_dtype", "send_dtype")
-    return options | {name: None for name in rounding if name in options}
+    return options | {name: None for name in _INEXACT if name in options}
 
 
 def remedies(**options: Any) -> list[dict[str, Any]]:

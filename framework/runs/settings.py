@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from framework.config.identity import execution_keys
+from framework.config.identity import execution_keys, is_below
 from framework.runtime.problem import shown
 
 _MOST_KEYS = 2000  # per configuration
@@ -52,9 +52,24 @@ def with_options(configs: Sequence[TextByKey]) -> list[TextByKey]:
 
 def execution_of(*configs: TextByKey) -> set[str]:
     """Return the keys, or sections, that are not part of the identity of any of these runs."""
-    nodes = [{key.removesuffix(_TARGET): {"_target_": path} for key, path in config.items() if key.endswith(_TARGET)}
-             for config in configs]  # fmt: skip
-    return set.intersection(*(set(execution_keys(node)) for node in nodes))
+    found = [set(execution_keys(_sections(config))) for config in configs]
+    return {key for key in set[str]().union(*found)
+            if all(key in keys or not any(is_below(own, [key]) for own in config) for keys, config in zip(found, configs))}  # fmt: skip
+
+
+def _sections(config: TextByKey) -> dict[str, Any]:
+    """Return settings as nested data, with null for `null`; other values are texts."""
+    sections: dict[str, Any] = {}
+    for key, text in config.items():
+        *path, last = key.split(".")
+        node = sections
+        for name in path:
+            node = node.setdefault(name, {})
+            if not isinstance(node, dict):
+                break
+        else:
+            node[last] = {"null": None, "{}": {}}.get(text, text)
+    return sections
 
 
 def differing(configs: Sequence[TextByKey]) -> list[str]:
