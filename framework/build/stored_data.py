@@ -1,4 +1,4 @@
-"""Dataset arguments that are URLs: local copies replace them, and their versions are facts of a run."""
+"""Dataset arguments that are URLs: local copies replace them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,15 +35,6 @@ def _urls(value: Any, name: str = "") -> Iterator[str]:
             yield from _urls(item, inner)
     elif name in _PATHS and is_url(value):
         yield value
-
-
-OF_STORE = "data in the store"
-
-
-def store_facts(node: Node) -> dict[str, str]:
-    """Return the versions of a dataset's data in object stores, if it has such data; the copies must already exist."""
-    versions = [local_copy(url).version for url in _urls(node)]
-    return {OF_STORE: "-".join(versions)} if versions else {}
 
 
 def with_urls(text: str, node: Node) -> str:

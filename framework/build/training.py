@@ -14,7 +14,6 @@ from framework.build import components
 from framework.build.measure import stopwatch
 from framework.build.model_changes import change_model
 from framework.build.schedules import peak_lr, schedules
-from framework.build.stored_data import store_facts
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
 from framework.checkpoint.store import CheckpointStore
@@ -225,7 +224,7 @@ class Builder:
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
         trained = trainable(engine.module, hidden=hidden)
         update = self.update(engine, trained, total_steps=plan.total_steps, epochs_before=order.epochs_before)
-        facts = {"num_samples": order.num_samples} | store_facts(config.dataset) | {"optimizer": config.optimizer["_target_"]}
+        facts = {"optimizer": config.optimizer["_target_"]}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
             world=world,

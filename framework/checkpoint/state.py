@@ -102,6 +102,7 @@ class SavedState(Plain):
     patience: SavedPatience
     loss_scale: SavedLossScale
     facts: dict[Word, Word | int | float | bool | None]
+    data: dict[Literal["train", "val", "test"], dict[Word, Word]]  # fingerprints
     kept: PlainState
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers
     rows: SavedRows | None = None

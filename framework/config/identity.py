@@ -19,7 +19,12 @@ EXECUTION = (
     "dataset.num_workers", "dataset.keep_on_cpu",  # of any dataset: the framework reads them
 )  # fmt: skip
 
-INEXACT = ("hook", "param_dtype", "reduce_dtype", "send_dtype")  # options of the framework's strategies that round or change sums
+INEXACT = (
+    "hook",
+    "param_dtype",
+    "reduce_dtype",
+    "send_dtype",
+)  # options of the framework's strategies that round or change sums
 
 
 def identity(config: Mapping[str, Any]) -> str:

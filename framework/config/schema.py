@@ -112,6 +112,7 @@ class RunSection(Section):
     id: str
     dir: str
     code: Literal["same", "accept"] = "same"
+    data: Literal["same", "accept"] = "same"
     checkpoint: int | str
     group: str | None
 

@@ -252,12 +252,14 @@ class Splits:
     """One rank's loaders by split; `load` makes a loader when it is first used."""
 
     load: Callable[[Split], Loader]
+    on_load: Callable[[Split, Source], None] = lambda split, source: None  # called when a split has been loaded
     _loaders: dict[Split, Loader] = field(default_factory=dict, init=False)
 
     def loader(self, split: Split) -> Loader:
         """Return the loader of a split. Collective when it is first used."""
         if split not in self._loaders:
             self._loaders[split] = self.load(split)
+            self.on_load(split, self._loaders[split].source)
         return self._loaders[split]
 
     def close(self) -> None:

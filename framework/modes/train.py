@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from framework.build.stored_data import OF_STORE
 from framework.build.training import Builder
 from framework.checkpoint.canonical import misfit, restore
 from framework.checkpoint.format import write_safetensors
@@ -21,7 +20,9 @@ from framework.checkpoint.state import stored_plain_state
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
 from framework.config.code import loaded_unseen
+from framework.data.source import SPLITS
 from framework.distributed.world import World
+from framework.modes.data_record import DataRecord
 from framework.modes.opening import open_record
 from framework.modules.flops import device_name
 from framework.runs.curves import draw_curves
@@ -47,7 +48,7 @@ def train(build: Builder) -> Exit:
     trainer = build.trainer()
     trainer.update.require_steps(trainer.plan.total_steps)
     try:
-        _continue(trainer, build)
+        _continue(trainer, build, data=_data_of(trainer, build))
         open_record(trainer, build, places=places)
         is_finished = trainer.fit()
         if is_finished:
@@ -92,7 +93,16 @@ def _what_is_left(directory: RunDirectory) -> str:
     return f"the last valid checkpoint is intact ({kept[0].name})" if kept else "no checkpoint has been written"
 
 
-def _continue(trainer: Trainer, build: Builder) -> None:
+def _data_of(trainer: Trainer, build: Builder) -> DataRecord:
+    """Return the record of the run's data, which notes each split when it is loaded. Collective."""
+    config = build.config
+    data = DataRecord(config.run, Provenance(build.directory.path), build.world, config.seed, found=trainer.fingerprints)
+    data.note("train", trainer.splits.loader("train").source)
+    trainer.splits.on_load = data.note
+    return data
+
+
+def _continue(trainer: Trainer, build: Builder, *, data: DataRecord) -> None:
     """Load this run's newest checkpoint that is valid and fits; without one, load what `run.resume` names. Collective."""
     directory, world = build.directory, build.world
     found = trainer.saver.store.newest_valid(unfit=partial(_foreign_or_unfit, trainer, build.config.run.id))
@@ -108,6 +118,10 @@ def _continue(trainer: Trainer, build: Builder) -> None:
         return
     _require_known_code(build)
     path, state = found
+    data.expect(state["data"])
+    for split in SPLITS:
+        if split in state["data"]:  # now, so that other data are found before a step
+            trainer.splits.loader(split)
     restore(path, stored_plain_state(state), trainer.held, world=world)
     trainer.load_state_dict(state)
     if path.parent != directory.checkpoints:
@@ -137,8 +151,7 @@ def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str
 def _unfit(trainer: Trainer, path: Path, state: dict[str, Any]) -> str | None:
     """Return why a checkpoint cannot be loaded into this run. Collective."""
     there, here = state["facts"], trainer.saver.facts
-    told = [name for name in here | there if name != OF_STORE or name in there]
-    differing = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in told
+    differing = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in here | there
                  if there.get(name) != here.get(name)]  # fmt: skip
     fault = "; ".join(differing) or misfit(path, trainer.held, world=trainer.world)
     return fault and f"does not fit this run: {fault}"

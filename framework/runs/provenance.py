@@ -144,6 +144,16 @@ class Provenance:
             content["starts"][-1].setdefault("workers", []).append({"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values})
             self._write(content)
 
+    def add_data(self, split: str, fingerprint: Mapping[str, str], *, accepted: Sequence[str] = ()) -> None:
+        """Add to the latest start's record the fingerprint of a split, and the accepted changes of its data."""
+        content = self.read()
+        if content["starts"]:
+            start = content["starts"][-1]
+            start.setdefault("data", {})[split] = dict(fingerprint)
+            if accepted:
+                start["accepted"] = [*_texts(start, "accepted"), *(f"{split}: {line}" for line in accepted)]
+            self._write(content)
+
     def _write(self, content: dict[str, Any]) -> None:
         write_atomically(self.path, json.dumps(content, indent=1) + "\n")
 

@@ -53,8 +53,11 @@ def with_options(configs: Sequence[TextByKey]) -> list[TextByKey]:
 def execution_of(*configs: TextByKey) -> set[str]:
     """Return the keys, or sections, that are not part of the identity of any of these runs."""
     found = [set(execution_keys(_sections(config))) for config in configs]
-    return {key for key in set[str]().union(*found)
-            if all(key in keys or not any(is_below(own, [key]) for own in config) for keys, config in zip(found, configs))}  # fmt: skip
+
+    def is_execution(key: str) -> bool:
+        return all(key in keys or not any(is_below(own, [key]) for own in config) for keys, config in zip(found, configs))
+
+    return set(filter(is_execution, set[str]().union(*found)))
 
 
 def _sections(config: TextByKey) -> dict[str, Any]:

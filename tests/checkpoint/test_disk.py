@@ -96,7 +96,7 @@ def test_a_disk_of_no_room_at_all_is_refused(disk: Path) -> None:
 def test_a_finished_run_needs_no_room(disk: Path) -> None:
     done = finished(*LINE, root=disk / "runs")
     mount("-o", f"remount,size={size_of(disk) + 100_000}", str(disk))
-    again = finished(*LINE, root=disk / "runs")
+    again = command(*LINE, root=disk / "runs")
     assert f"finished already, at step 8: {done.directory}" in again.output
 
 

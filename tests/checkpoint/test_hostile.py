@@ -335,6 +335,7 @@ VALUES: dict[str, Any] = {
     "patience": [None],
     "loss_scale.value": [float("inf"), 0.0, "x"],
     "facts": [[], {"num_samples": []}, {"optimizer": "\x1b[2J"}, {"\ud800": 1}],
+    "data": [[], {"train": "x"}, {"../x": {}}, {"val": {"x": 1}}, {"val": {"x": "\x1b[2J"}}],
     "record_id": [1, "../x-00000000", "x-00000000\n", "x-1"],
     "unknown": [1],
 }

@@ -1,0 +1,160 @@
+"""The fingerprint of a split: what its samples are, in a few short texts, so that other data under the same command are found.
+
+- Arrays and tensors in memory, also those inside the user's dataset: all their bytes. Of numbers with a fraction, also a
+  weighted sum and the norm of 16 parts: what a dataset has computed may be rounded differently on another machine.
+- Arrays that are mapped from a file: 64 blocks of 64 KiB, evenly spaced from the first to the last.
+- Files that are decoded at each use: their names, the sizes of up to 10,000 of them, and the first 64 KiB of 64 of them.
+- Samples that are fetched one by one: up to 8 of them, evenly spaced, as many as are fetched in a second.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from framework.data.source import Files, Source
+from framework.randomness import key, seeded
+
+_BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64, 16, 10_000, 8, 1.0
+_DEPTH, _MOST_ARRAYS = 3, 64  # of the objects inside a source whose arrays count, and of their arrays
+_HASH = re.compile(r" ?\[?[0-9a-f]{32}.*")  # and the numbers after it
+_TOLERANCE = 1e-5  # of a part's norm
+
+
+def fingerprint(source: Source, *, seed: int) -> dict[str, str]:
+    """Return the fingerprint of a loaded split, by what it is of. The draws of samples that are fetched depend on the seed."""
+    source = getattr(source, "selected_from", source)
+    arrays = islice(_arrays(source, ""), _MOST_ARRAYS)
+    found = {"length": str(len(source))} | {name if name.isprintable() else repr(name): _of_array(one) for name, one in arrays}
+    if isinstance(source, Files):
+        found |= _of_files(list(source.paths))
+    elif hasattr(source, "sample") or len(found) == 1:
+        found |= _of_samples(source, seed=seed)
+    return found
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str], *, but_for_rounding: bool) -> list[str]:
+    """Return what differs, as in `length 100, now 90`. A sample counts only if both fingerprints have it."""
+    found = []
+    for name in {**before, **now}:
+        old, new = before.get(name, "none"), now.get(name, "none")
+        if old == new or (but_for_rounding and _rounds_to(old, new)) or (name.startswith("sample ") and "none" in (old, new)):
+            continue
+        first, second = (_HASH.sub("", text) for text in (old, new))
+        found.append(f"{name} has other content" if first == second else f"{name} {first}, now {second}")
+    return found
+
+
+def _rounds_to(before: str, now: str) -> bool:
+    """Return whether two texts have the same kind of numbers, and the same sums and norms up to rounding."""
+    (ours, _, first), (theirs, _, second) = before.partition(" ~ "), now.partition(" ~ ")
+    numbers = [np.array(text.split(), dtype=np.float64).reshape(-1, 2) for text in (first, second)]
+    if not first or ours.split("] ")[0] != theirs.split("] ")[0] or numbers[0].shape != numbers[1].shape:
+        return False
+    return bool((np.abs(numbers[0] - numbers[1]) <= _TOLERANCE * numbers[0][:, 1:] + 1e-30).all())
+
+
+def _arrays(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays and tensors in an object, and in the objects in it, by their attributes' names."""
+    if isinstance(owner, (np.ndarray, Tensor)):
+        yield path, owner
+    elif depth < _DEPTH and not isinstance(owner, type):
+        inner: Mapping[Any, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        if isinstance(owner, (list, tuple)) and len(owner) <= 16:
+            inner = dict(enumerate(owner))
+        for name, value in inner.items():
+            yield from _arrays(value, f"{path}.{name}".strip("."), depth + 1)
+
+
+def _of_array(array: Any, *, num_parts: int = _NUM_PARTS) -> str:
+    """Return an array's type and shape, and its content: `uint8 [9, 8] HASH`, `float32 [9] HASH ~ SUM NORM ...`."""
+    kind = f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}"
+    if isinstance(array, np.ndarray) and array.dtype.kind not in "fc":
+        return f"{kind} {_hash(array)}"
+    numbers = array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+    kind += f" {_hash(numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())}"
+    if not (numbers.is_floating_point() or numbers.is_complex()):
+        return kind
+    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in numbers.reshape(-1).chunk(num_parts)]
+    weights = torch.linspace(0.5, 1.5, len(parts[0]), dtype=parts[0].dtype, device=parts[0].device)  # the order counts too
+    pairs = [(part @ weights[: len(part)] / len(part) ** 0.5, torch.linalg.vector_norm(part)) for part in parts]
+    return f"{kind} ~ {' '.join(f'{float(number):.9g}' for pair in pairs for number in pair)}"
+
+
+def _hash(array: np.ndarray) -> str:
+    hashed = xxh3_128()
+    if array.dtype.hasobject:  # of other objects, a text may have an address
+        plain = [item if isinstance(item, (str, bytes, int, float)) else type(item).__name__ for item in array.flat]
+        hashed.update(repr(plain).encode())
+    else:
+        content = (array if isinstance(array, np.memmap) else np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
+        is_mapped = isinstance(array, np.memmap)
+        for start in _spread(max(1, len(content) - _BLOCK + 1), _NUM_BLOCKS) if is_mapped else [0]:
+            hashed.update(content[start : start + _BLOCK if is_mapped else None].data)
+    return hashed.hexdigest()
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Return up to `count` of the numbers below `length`, evenly spaced, with the first and the last."""
+    return sorted({round(place) for place in np.linspace(0, length - 1, min(count, length))})
+
+
+def _of_files(paths: list[str]) -> dict[str, str]:
+    common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    names, sizes, contents = xxh3_128(), xxh3_128(), xxh3_128()
+    for path in paths:
+        names.update(os.path.relpath(path, common).encode(errors="surrogateescape") + b"\0")
+    for number in _spread(len(paths), _NUM_SIZES):
+        with suppress(OSError):  # the loader names a file that cannot be read
+            sizes.update(f"{os.stat(paths[number]).st_size} ".encode())
+    for number in _spread(len(paths), _NUM_BLOCKS):
+        with suppress(OSError), open(paths[number], "rb") as file:
+            contents.update(file.read(_BLOCK))
+    return {"names": names.hexdigest(), "sizes": sizes.hexdigest(), "contents": contents.hexdigest()}
+
+
+def _of_samples(source: Any, *, seed: int) -> dict[str, str]:
+    fetch = source.sample if hasattr(source, "sample") else lambda number: source.gather(np.array([number]))
+    found, until = dict[str, str](), time.monotonic() + _MOST_S
+    first, *others = _spread(len(source), _NUM_SAMPLES)
+    for number in [first, *others[::-1]]:
+        with suppress(Exception), seeded(key(seed, "fingerprint", number)):  # a damaged sample is the loader's matter
+            found[f"sample {number}"] = _of_sample(fetch(number))
+        if time.monotonic() > until:
+            break
+    return found
+
+
+def _of_sample(sample: Any) -> str:
+    kinds, exact, rounded = xxh3_128(), xxh3_128(), list[str]()
+    for value in _leaves(sample):
+        if isinstance(value, (np.ndarray, np.generic, Tensor, float)):
+            text, _, numbers = _of_array(value if isinstance(value, Tensor) else np.asarray(value), num_parts=1).partition(
+                " ~ "
+            )
+            rounded += [numbers] if numbers else []
+            kinds.update(text.rpartition(" ")[0].encode() if numbers else text.encode())
+            exact.update(text.encode())
+        else:
+            for hashed in (kinds, exact):
+                hashed.update(repr(value.tobytes() if hasattr(value, "tobytes") else value).encode())
+    return f"[{kinds.hexdigest()}] {exact.hexdigest()}" + (f" ~ {' '.join(rounded)}" if rounded else "")
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (Mapping, list, tuple)):
+        for name, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield str(name)
+            yield from _leaves(value)
+    else:  # of an object that is no data, only its type
+        is_data = isinstance(tree, (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, Tensor))
+        yield tree if is_data or hasattr(tree, "tobytes") else type(tree).__name__

@@ -1,0 +1,129 @@
+"""The fingerprint of a split, and a run whose data change between two starts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from framework.data.fingerprint import differences, fingerprint
+from framework.data.map_style import MapStyle
+from framework.data.source import Arrays, Files, Selected, Source, Windows
+from tests.harness import command
+from tests.test_resume import after_step, preempt
+
+IMAGES, LABELS = np.arange(40, dtype=np.uint8).reshape(10, 4), np.arange(10)
+NUMBERS = torch.linspace(-1, 1, 50_000).reshape(100, 500)
+
+
+class Words:
+    """A dataset of a user: texts and numbers, drawn when they are fetched."""
+
+    def __init__(self, *, scale: float = 1.0, word: str = "word", length: int = 20) -> None:
+        self.scale, self.word, self.length = scale, word, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"text": f"{self.word} {number}", "number": self.scale * (number + torch.rand(3)), "odd": object()}
+
+
+def of(samples: Any) -> Source:
+    return MapStyle(train=lambda: samples, val=lambda: samples, test=lambda: samples).load("train")
+
+
+def changed(array: Any, at: Any, by: Any = 1) -> Any:
+    other = array.clone() if isinstance(array, torch.Tensor) else array.copy()
+    other[at] += by
+    return other
+
+
+@pytest.mark.parametrize(("one", "other", "what"), [
+    (Arrays(IMAGES, LABELS), Arrays(changed(IMAGES, (3, 2)), LABELS), ["inputs has other content"]),
+    (Arrays(IMAGES, LABELS), Arrays(IMAGES, changed(LABELS, 9)), ["targets has other content"]),
+    (Arrays(IMAGES, LABELS), Selected(Arrays(IMAGES[:9], LABELS[:9]), np.arange(3)),
+     ["length 10, now 9", "inputs uint8 [10, 4], now uint8 [9, 4]", "targets int64 [10], now int64 [9]"]),
+    (Windows(LABELS, 3), Windows(changed(LABELS, 0), 3), ["tokens has other content"]),
+    (of(TensorDataset(NUMBERS)), of(TensorDataset(NUMBERS.flip(0))),
+     ["samples.tensors.0 has other content", "sample 0 has other content", "sample 99 has other content"]),
+    (of(TensorDataset(NUMBERS)), of(TensorDataset(NUMBERS * 1.001)), ["samples.tensors.0 has other content"]),
+    (of(Words()), of(Words(word="Word")), ["sample 0 has other content"]),
+    (of(Words()), of(Words(scale=1.01)), ["sample 0 has other content"]),
+    (of(Words()), of(Words(length=21)), ["length 20, now 21"]),
+    (Arrays(np.array(["a", "b"], dtype=object), LABELS[:2]), Arrays(np.array(["a", "c"], dtype=object), LABELS[:2]),
+     ["inputs has other content"]),
+])  # fmt: skip
+def test_other_data_are_found_and_named(one: Source, other: Source, what: list[str]) -> None:
+    before, now = (fingerprint(source, seed=0) for source in (one, other))
+    found = differences(before, now, but_for_rounding=True)
+    assert set(what) <= set(found), found
+    assert not differences(before, fingerprint(one, seed=0), but_for_rounding=False)
+
+
+def test_rounding_is_seen_and_is_no_other_data() -> None:
+    before, now = (fingerprint(of(TensorDataset(NUMBERS * scale)), seed=0) for scale in (1.0, 1 + 1e-7))
+    assert not differences(before, now, but_for_rounding=True)
+    assert "samples.tensors.0 has other content" in differences(before, now, but_for_rounding=False)
+
+
+def test_of_a_mapped_file_the_ends_and_blocks_between_are_hashed(tmp_path: Path) -> None:
+    (tmp_path / "ids").write_bytes(bytes(1 << 23))
+    ids = np.memmap(tmp_path / "ids", np.uint16, "r+")
+    before = fingerprint(Windows(ids, 8), seed=0)
+    for place, is_found in ((0, True), (-1, True), (len(ids) // 2, False)):  # 64 blocks have half of the file
+        ids[place] += 1
+        assert bool(differences(before, fingerprint(Windows(ids, 8), seed=0), but_for_rounding=True)) == is_found, place
+        ids[place] -= 1
+
+
+def test_of_files_names_sizes_and_contents_count(tmp_path: Path) -> None:
+    def source(folder: Path) -> Files:
+        return Files([str(path) for path in sorted(folder.iterdir())], np.zeros(3, dtype=np.int64), decode=lambda path: IMAGES)
+
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for name in "xyz":
+            (tmp_path / folder / name).write_text(name)
+    before = fingerprint(source(tmp_path / "a"), seed=0)
+    assert differences(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=False) == []
+    (tmp_path / "b" / "y").write_text("Y")
+    assert differences(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=True) == [
+        "contents has other content"
+    ]
+    (tmp_path / "b" / "y").rename(tmp_path / "b" / "yy")
+    assert "names has other content" in differences(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=True)
+
+
+LINE = ["dataset=tokens", "dataset.vocab_size=50", "dataset.seq_len=16", "model=gpt", "model.dim=8", "model.num_layers=1",
+        "model.num_heads=1", "trainer.max_steps=9", "trainer.eval_every=2", "checkpoint.every=1"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("split", "strategy"), [("train", ["parallel=ddp", "launch.nproc_per_node=2"]), ("val", [])])
+def test_a_run_goes_on_with_its_own_data_alone(split: str, strategy: list[str], tmp_path: Path) -> None:
+    ids = np.arange(4000) % 50
+    write: Callable[[str, np.ndarray], Any] = lambda name, ids: ids.astype(np.uint16).tofile(tmp_path / f"{name}.bin")  # noqa: E731
+    for name in ("train", "val"):
+        write(name, ids)
+    line = [*LINE, f"dataset.root={tmp_path}", *strategy]
+    stopped = command(*line, root=tmp_path / "runs", before=after_step(3, preempt))
+    assert stopped.code == 75, stopped.output
+    write(split, changed(ids, 7))
+    refused = command(*line, root=tmp_path / "runs")
+    assert (
+        refused.code == 78
+        and f"run.data: the data are not those of the checkpoint: {split}: tokens has other content" in refused.output
+    ), refused.output
+    write(split, ids)
+    restored = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))
+    assert restored.code == 75 and restored.summary["step"] > stopped.summary["step"], restored.output
+    write(split, changed(ids, 7))
+    accepted = command(*line, "run.data=accept", root=tmp_path / "runs")
+    assert accepted.code == 0 and accepted.directory == stopped.directory, accepted.output
+    start = json.loads((accepted.directory / "provenance.json").read_text())["starts"][-1]
+    assert start["accepted"] == [f"{split}: tokens has other content"]
+    assert start["data"]["train"]["length"] == "249" and start["data"].keys() >= {"train", "val", "test"}
