@@ -114,13 +114,11 @@ def test_a_run_goes_on_with_its_own_data_alone(split: str, strategy: list[str], 
     assert stopped.code == 75, stopped.output
     write(split, changed(ids, 7))
     refused = command(*line, root=tmp_path / "runs")
-    assert (
-        refused.code == 78
-        and f"run.data: the data are not those of the checkpoint: {split}: tokens has other content" in refused.output
-    ), refused.output
+    assert refused.code == 78, refused.output
+    assert f"run.data: the data are not those of the checkpoint: {split}: tokens has other content" in refused.output
     write(split, ids)
     restored = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))
-    assert restored.code == 75 and restored.summary["step"] > stopped.summary["step"], restored.output
+    assert restored.code == 75 and "continuing from" in restored.output, restored.output
     write(split, changed(ids, 7))
     accepted = command(*line, "run.data=accept", root=tmp_path / "runs")
     assert accepted.code == 0 and accepted.directory == stopped.directory, accepted.output
