@@ -15,6 +15,7 @@ import hydra
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
@@ -153,6 +154,8 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
             problems.append(Problem(key, "unknown key", did_you_mean(key, known) or expected))
         else:
             problems += apply(config, override)
+    if "${hydra:" in str(OmegaConf.to_container(config)):  # as in ${hydra:runtime.choices.parallel}
+        HydraConfig.instance().set_config(_compose(choices, with_hydra=True))
     return config, known, problems + _name_values(config, known, given=[key_of(override) for override in values])
 
 
@@ -234,7 +237,7 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
 def _changing(config: DictConfig, plain: dict[str, Any]) -> list[Problem]:
     """Return a problem for each key that names the run or its place, and has another value if the command starts later."""
     resolvers = set(_RESOLVER.findall(str(OmegaConf.to_container(config))))
-    if all(name in ("run_id", "data") or name.startswith("oc.") for name in resolvers):
+    if all(name in ("run_id", "data", "hydra") or name.startswith("oc.") for name in resolvers):
         return []
     OmegaConf.clear_cache(config)
     OmegaConf.register_new_resolver("now", lambda pattern: (datetime.now() + _LATER).strftime(pattern), replace=True)

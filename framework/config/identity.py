@@ -1,6 +1,6 @@
 """The identity of a run: a hash of all parts of its configuration that decide what is computed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ EXECUTION = (
     "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "report", "hydra", "name",
     "rehearse", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
     "checkpoint.max_failures", "trainer.profile", "trainer.activation_checkpointing", "trainer.activation_offload",
-    "trainer.deterministic", "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",
+    "trainer.deterministic", "trainer.channels_last", "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",
     "dataset.num_workers", "dataset.keep_on_cpu",  # of any dataset: the framework reads them
 )  # fmt: skip
 
@@ -47,13 +47,20 @@ def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     own = {name: node for name, node in nodes.items() if str(node.get("_target_")).startswith("framework.")}
     keys = [*EXECUTION, *(["dataset.source"] if "dataset" in own else [])]
     keys += [f"parallel.{key}" for key, value in own.get("parallel", {}).items() if key not in INEXACT or value is None]
-    trainer = nodes.get("trainer", {})
-    stopping = trainer.get("early_stopping") or {}
+    return (*keys, *_without_effect(nodes.get("trainer", {}), has_parts=bool(config.get("part"))))
+
+
+def _without_effect(trainer: Mapping[str, Any], *, has_parts: bool) -> Iterator[str]:
+    """Yield the keys of the trainer that nothing reads with these settings."""
+    stopping, divergence = (trainer.get(name) or {} for name in ("early_stopping", "divergence"))
     if stopping.get("patience") is None:
-        keys.append("trainer.early_stopping")
-    if not config.get("part") and (stopping.get("patience") is None or not str(stopping.get("monitor")).startswith("train/")):
-        keys.append("trainer.log_every")  # nothing that decides reads the rows
-    return tuple(keys)
+        yield "trainer.early_stopping"
+    if not has_parts and (stopping.get("patience") is None or not str(stopping.get("monitor")).startswith("train/")):
+        yield "trainer.log_every"
+    if (trainer.get("grad_noise") or {}).get("eta") is None:
+        yield "trainer.grad_noise"
+    yield from {"raise": ("trainer.divergence.limit", "trainer.divergence.back"),
+                "skip": ("trainer.divergence.back",)}.get(str(divergence.get("action")), ())  # fmt: skip
 
 
 _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}

@@ -172,7 +172,8 @@ def _checked(multirun: Multirun, problems: list[Problem]) -> tuple[list[Job], li
             what = f"{other.directory.path} would hold several runs ({other}; {job})"
             return [], [Problem("run.dir", what, "a sweep can have run.root and name")]
     if len(by_place) < len(jobs):
-        LOGGER.warning("%d of these %d jobs are the same run as another job", len(jobs) - len(by_place), len(jobs))
+        LOGGER.warning("%d of these %d jobs are the same run as another job: they differ only in how they are executed (with "
+                       "another name= each would be a run)", len(jobs) - len(by_place), len(jobs))  # fmt: skip
     return list(by_place.values()), problems
 
 

@@ -245,6 +245,9 @@ def test_a_search_waits_for_room_in_the_queue(submitted: Sweep, tmp_path: Path, 
 # --- each kind of job with what it needs
 
 
+EACH = "name=${hydra:runtime.choices.parallel}"  # a strategy is not part of a run, a name is
+
+
 def asked(job: str) -> tuple[str, str, str]:
     """Return a waiting job's nodes, CPUs of a task, and memory of a node."""
     nodes, cpus, memory = ask(
@@ -264,7 +267,7 @@ def test_a_strategy_has_the_resources_that_its_file_says(held: None, submitted: 
     (project / "conf" / "resources" / "fsdp.yaml").write_text(
         "# @package launch\nnproc_per_node: 2\nnnodes: 2\nslurm:\n  mem_gb: 1\n"
     )
-    line = [sys.executable, "train.py", "-m", *ARRAY, "parallel=single,ddp,fsdp", f"run.root={submitted.root}"]
+    line = [sys.executable, "train.py", "-m", *ARRAY, "parallel=single,ddp,fsdp", EACH, f"run.root={submitted.root}"]
     told = subprocess.run(line, cwd=project, text=True, stderr=subprocess.PIPE, timeout=120)
     assert told.returncode == 0, told.stderr
     jobs = ids(Ended(0, told.stderr, submitted.root))
@@ -274,7 +277,7 @@ def test_a_strategy_has_the_resources_that_its_file_says(held: None, submitted: 
 
 @pytest.mark.slow
 def test_single_has_one_process_where_others_have_more(held: None, submitted: Sweep) -> None:
-    jobs = ids(submitted.submit(*ARRAY, "parallel=single,ddp,fsdp", "launch.nproc_per_node=2"))
+    jobs = ids(submitted.submit(*ARRAY, "parallel=single,ddp,fsdp", EACH, "launch.nproc_per_node=2"))
     assert [asked(job)[1] for job in jobs] == ["1", "2", "2"]
     assert [("_" in job) for job in jobs] == [False, True, True], "the two that agree are an array"
 
@@ -291,7 +294,7 @@ def test_an_account_and_a_quality_of_service_are_asked_for(held: None, submitted
 
 
 def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submitted: Sweep) -> None:
-    told = submitted.submit(*ARRAY, "parallel=single,ddp", "launch.nproc_per_node=99", code=78)  # single alone could go
+    told = submitted.submit(*ARRAY, "parallel=single,ddp", EACH, "launch.nproc_per_node=99", code=78)  # single alone could go
     assert told.output.splitlines()[0] == Says("launch.nproc_per_node: 99 CPUs ... 4")
     assert not ask("squeue", "--noheader") and not list(submitted.root.glob("*"))
 

@@ -333,6 +333,15 @@ def test_jobs_that_are_the_same_run_are_run_once(tmp_path: Path) -> None:
     assert len(table(ended)) == 1
 
 
+def test_strategies_are_one_run_and_with_the_name_of_each_several(tmp_path: Path) -> None:
+    line = [*SHORT, "parallel=single,dp"]
+    ended = swept(*line, root=tmp_path / "one")
+    assert ended.code == 0 and "1 of these 2 jobs are the same run" in ended.output and len(table(ended)) == 1
+    ended = swept(*line, "name=${hydra:runtime.choices.parallel}", root=tmp_path / "two")
+    assert ended.code == 0 and {path.name for path in (tmp_path / "two").iterdir()} >= {"single", "dp"}, ended.output
+    assert len(table(ended)) == 2
+
+
 @pytest.mark.slow
 def test_a_second_sweep_of_the_same_runs_waits_for_nobody(tmp_path: Path) -> None:
     line, root, folder = [*SHORT, "seed=1,2"], tmp_path / "runs", tmp_path / "held"
