@@ -132,7 +132,8 @@ class Builder:
         change_model(
             module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=self.directory.compiled
         )
-        forward.key_draws(chain_of(module) or repeated(module))
+        links = chain_of(module)
+        forward.key_draws(links or repeated(module), are_all=bool(links))
         if self.is_sent:
             put_aside(module)
         bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}

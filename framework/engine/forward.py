@@ -13,6 +13,7 @@ from framework.engine.buffers import Buffers
 from framework.engine.of_samples import name_samples, require_rows
 from framework.engine.seam import MicroBatch, Observe, Step, Task, says_itself
 from framework.engine.sums import Sums, Value, as_sums, loss_in, weight_of
+from framework.modules.structure import drawing, may_draw
 from framework.modules.tensors import Tree, by_mesh, call, map_tensors
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
@@ -65,16 +66,21 @@ class Forward:
         """Let the units draw other numbers than in an earlier call for the same micro-batch."""
         self.draws = self.draws._replace(num_calls=self.draws.num_calls + 1)
 
-    def key_draws(self, units: Sequence[nn.Module]) -> None:
-        """Seed the draws of each unit, and the draws after the last unit, also by its number, so not by rank in a pipeline."""
+    def key_draws(self, units: Sequence[nn.Module], *, are_all: bool = False) -> None:
+        """Seed the draws of each unit, and the draws after the last unit, also by its number, so not by rank in a pipeline.
 
-        def seed_unit(*_: object, number: int) -> None:
-            self._seed(*self.draws.key, number)
+        `are_all`: the units are the whole forward. Then a unit of torch's own layers, without dropout, is not seeded.
+        """
 
+        def seed_unit(*_: object, number: int, of: Sequence[nn.Module]) -> None:
+            if not are_all or any(map(may_draw, of)):
+                self._seed(*self.draws.key, number)
+
+        layers = [drawing(unit) for unit in units]  # before the hooks, which could draw if they were others'
         for number, unit in enumerate(units):
-            unit.register_forward_pre_hook(functools.partial(seed_unit, number=number))
+            unit.register_forward_pre_hook(functools.partial(seed_unit, number=number, of=layers[number]))
         if units:
-            units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units)))
+            units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units), of=sum(layers, [])))
 
     def _seed(self, *parts: int | str) -> None:
         seed_generators(key(self.seed, *parts), devices=self.devices)

@@ -15,11 +15,25 @@ from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS
 
 def batch_dependent_layers(model: nn.Module) -> list[str]:
     """Return the sorted kinds of layers that couple the samples of a micro-batch or draw random numbers for it."""
-    return sorted({type(layer).__name__ for layer in model.modules() if isinstance(layer, BATCH_NORMS) or _draws(layer)})
+    layers = [layer for layer in model.modules() if isinstance(layer, BATCH_NORMS) or (isinstance(layer, DROPOUTS) and layer.p)]
+    return sorted({type(layer).__name__ for layer in layers})
 
 
-def _draws(layer: nn.Module) -> bool:
-    return isinstance(layer, DROPOUTS) and layer.p > 0
+def drawing(unit: nn.Module) -> list[nn.Module]:
+    """Return the modules in a unit whose forward may draw: all but torch's own, and of torch's own the random ones."""
+    return [
+        module for module in unit.modules()
+        if not type(module).__module__.startswith("torch.nn.modules.") or isinstance(module, _RANDOM)
+        or module._forward_hooks or module._forward_pre_hooks
+    ]  # fmt: skip
+
+
+_RANDOM = (DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RNNBase)
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Return whether a module of `drawing` may draw now."""
+    return not isinstance(module, DROPOUTS) or module.p > 0
 
 
 @contextmanager

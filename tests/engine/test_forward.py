@@ -72,6 +72,24 @@ def test_a_unit_s_draws_cost_one_seed_of_each_common_generator(monkeypatch: pyte
     assert counts == {"random.seed": 2, "numpy.random.seed": 2}  # before the unit, and after the last one
 
 
+def test_units_that_draw_nothing_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, dropout, seeded = forward(), nn.Dropout(0.0), list[int]()
+    layers = [
+        nn.Sequential(nn.Linear(2, 2), nn.GELU()),
+        nn.Sequential(nn.Linear(2, 2), dropout),
+        nn.Sequential(nn.Linear(2, 2)),
+    ]
+    made.key_draws(layers, are_all=True)
+    made.seed_draws(step=0, micro_batch=0)
+    monkeypatch.setattr(Forward, "_seed", lambda _, *parts: seeded.append(parts[-1]))
+    run = nn.Sequential(*layers)
+    run(torch.zeros(1, 2))
+    assert seeded == []
+    dropout.p = 0.5  # as a schedule may set it
+    run(torch.zeros(1, 2))
+    assert seeded == [1, 3]  # the unit with dropout, and what follows the last unit
+
+
 def test_what_follows_the_last_unit_does_not_depend_on_it() -> None:
     made, unit = forward(), Drawing()
     made.key_draws([unit])
