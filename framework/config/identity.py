@@ -43,24 +43,42 @@ def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
 
     The framework's strategies compute the same, so they are not part of it. A user's strategy is, and one of the extras.
     """
-    nodes = {name: node for name, node in config.items() if isinstance(node, Mapping)}
-    own = {name: node for name, node in nodes.items() if str(node.get("_target_")).startswith("framework.")}
-    keys = [*EXECUTION, *(["dataset.source"] if "dataset" in own else [])]
-    keys += [f"parallel.{key}" for key, value in own.get("parallel", {}).items() if key not in INEXACT or value is None]
-    return (*keys, *_without_effect(nodes.get("trainer", {}), has_parts=bool(config.get("part"))))
+    found = list(EXECUTION)
+    for section, node in config.items():
+        if isinstance(node, Mapping) and section in _OF_SECTIONS:
+            found += (f"{section}.{key}" for key in _OF_SECTIONS[section](node))
+    if any(name == "part" and node for name, node in config.items()) and "trainer.log_every" in found:
+        found.remove("trainer.log_every")  # a part knows which steps have rows
+    return tuple(found)
 
 
-def _without_effect(trainer: Mapping[str, Any], *, has_parts: bool) -> Iterator[str]:
-    """Yield the keys of the trainer that nothing reads with these settings."""
-    stopping, divergence = (trainer.get(name) or {} for name in ("early_stopping", "divergence"))
+def _of_dataset(node: Mapping[str, Any]) -> Iterable[str]:
+    return ("source",) if _is_own(node) else ()
+
+
+def _of_strategy(node: Mapping[str, Any]) -> Iterable[str]:
+    return (key for key, value in node.items() if _is_own(node) and (key not in INEXACT or value is None))
+
+
+def _of_trainer(node: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys that nothing reads with these settings."""
+    stopping, divergence, noise = (node.get(name) or {} for name in ("early_stopping", "divergence", "grad_noise"))
     if stopping.get("patience") is None:
-        yield "trainer.early_stopping"
-    if not has_parts and (stopping.get("patience") is None or not str(stopping.get("monitor")).startswith("train/")):
-        yield "trainer.log_every"
-    if (trainer.get("grad_noise") or {}).get("eta") is None:
-        yield "trainer.grad_noise"
-    yield from {"raise": ("trainer.divergence.limit", "trainer.divergence.back"),
-                "skip": ("trainer.divergence.back",)}.get(str(divergence.get("action")), ())  # fmt: skip
+        yield "early_stopping"
+    if stopping.get("patience") is None or not str(stopping.get("monitor")).startswith("train/"):
+        yield "log_every"  # nothing that decides reads the rows
+    if noise.get("eta") is None:
+        yield "grad_noise"
+    yield from {"raise": ("divergence.limit", "divergence.back"), "skip": ("divergence.back",)}.get(
+        str(divergence.get("action")), ()
+    )
+
+
+def _is_own(node: Mapping[str, Any]) -> bool:
+    return str(node.get("_target_")).startswith("framework.")
+
+
+_OF_SECTIONS = {"dataset": _of_dataset, "parallel": _of_strategy, "trainer": _of_trainer}
 
 
 _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}

@@ -41,7 +41,7 @@ def fingerprint(source: Source, *, seed: int) -> dict[str, str]:
     return found
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str], *, but_for_rounding: bool) -> list[str]:
+def changes(before: Mapping[str, str], now: Mapping[str, str], *, but_for_rounding: bool) -> list[str]:
     """Return what differs, as in `length 100, now 90`. A sample counts only if both fingerprints have it."""
     found = []
     for name in {**before, **now}:

@@ -253,6 +253,7 @@ class Splits:
 
     load: Callable[[Split], Loader]
     on_load: Callable[[Split, Source], None] = lambda split, source: None  # called when a split has been loaded
+    fingerprints: dict[str, dict[str, str]] = field(default_factory=dict)  # of the splits that have been loaded
     _loaders: dict[Split, Loader] = field(default_factory=dict, init=False)
 
     def loader(self, split: Split) -> Loader:

@@ -13,7 +13,7 @@ from framework.engine.buffers import Buffers
 from framework.engine.of_samples import name_samples, require_rows
 from framework.engine.seam import MicroBatch, Observe, Step, Task, says_itself
 from framework.engine.sums import Sums, Value, as_sums, loss_in, weight_of
-from framework.modules.structure import drawing, may_draw
+from framework.modules.structure import only_dropouts
 from framework.modules.tensors import Tree, by_mesh, call, map_tensors
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
@@ -72,15 +72,16 @@ class Forward:
         `are_all`: the units are the whole forward. Then a unit of torch's own layers, without dropout, is not seeded.
         """
 
-        def seed_unit(*_: object, number: int, of: Sequence[nn.Module]) -> None:
-            if not are_all or any(map(may_draw, of)):
+        def seed_unit(*_: object, number: int, dropouts: Sequence[Any] | None) -> None:
+            if dropouts is None or any(layer.p for layer in dropouts):
                 self._seed(*self.draws.key, number)
 
-        layers = [drawing(unit) for unit in units]  # before the hooks, which could draw if they were others'
-        for number, unit in enumerate(units):
-            unit.register_forward_pre_hook(functools.partial(seed_unit, number=number, of=layers[number]))
+        layers = [only_dropouts(unit) if are_all else None for unit in units]  # before these hooks, which others could draw in
+        for number, (unit, dropouts) in enumerate(zip(units, layers)):
+            unit.register_forward_pre_hook(functools.partial(seed_unit, number=number, dropouts=dropouts))
         if units:
-            units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units), of=sum(layers, [])))
+            every = None if None in layers else [layer for dropouts in layers for layer in dropouts or ()]
+            units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units), dropouts=every))
 
     def _seed(self, *parts: int | str) -> None:
         seed_generators(key(self.seed, *parts), devices=self.devices)

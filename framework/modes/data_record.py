@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from framework.config.schema import RunSection
-from framework.data.fingerprint import differences, fingerprint
-from framework.data.source import Source, Split
+from framework.data.fingerprint import changes, fingerprint
+from framework.data.loader import Splits
+from framework.data.source import SPLITS, Source, Split
 from framework.distributed.world import World
 from framework.runs.provenance import Provenance
 from framework.runtime.exits import Unfit
@@ -17,33 +18,39 @@ _WAYS = ("restore the data; or run.data=accept continues and records the change,
 
 @dataclass(eq=False)
 class DataRecord:
-    """The fingerprints of a run's splits. Every method is collective; rank 0 alone reads the data."""
+    """The record of a run's data: it notes each split when it is loaded. Collective; rank 0 alone reads the data."""
 
     run: RunSection
     provenance: Provenance
     world: World
     seed: int
-    found: dict[str, dict[str, str]]  # by split; each checkpoint holds it
+    splits: Splits
     _before: Mapping[str, dict[str, str]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.note("train", self.splits.loader("train").source)
+        self.splits.on_load = self.note
 
     def note(self, split: Split, source: Source) -> None:
         """Record a split that has been loaded. Unfit if it is another one than in the checkpoint."""
-        self.found[split] = self.world.agreement.on_rank_0(lambda: fingerprint(source, seed=self.seed))
+        self.splits.fingerprints[split] = self.world.agreement.on_rank_0(lambda: fingerprint(source, seed=self.seed))
         self._compare(split)
 
     def expect(self, before: Mapping[str, dict[str, str]]) -> None:
-        """Compare the splits with a checkpoint's: those that are loaded, and each that will be."""
+        """Compare the splits with a checkpoint's, now, so that other data are found before a step."""
         self._before = before
-        for split in self.found:
-            self._compare(split)
+        self._compare("train")
+        for split in SPLITS:
+            if split in before:
+                self.splits.loader(split)
 
     def _compare(self, split: str) -> None:
-        before, now, accepted = self._before.get(split), self.found[split], list[str]()
-        if before is not None and (lines := differences(before, now, but_for_rounding=True)):
+        before, now, accepted = self._before.get(split), self.splits.fingerprints[split], list[str]()
+        if before is not None and (lines := changes(before, now, but_for_rounding=True)):
             if self.run.data != "accept":
                 raise Unfit(f"run.data: the data are not those of the checkpoint: {split}: {'; '.join(lines)} ({_WAYS})")
             accepted = lines
-        elif before is not None and self.world.rank == 0 and (lines := differences(before, now, but_for_rounding=False)):
+        elif before is not None and self.world.rank == 0 and (lines := changes(before, now, but_for_rounding=False)):
             what = "another machine has rounded them, or a few numbers have changed"
             LOGGER.warning("the data of %s are not quite those of the checkpoint: %s: %s", split, "; ".join(lines), what)
         if self.world.rank == 0:

@@ -20,7 +20,6 @@ from framework.checkpoint.state import stored_plain_state
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
 from framework.config.code import loaded_unseen
-from framework.data.source import SPLITS
 from framework.distributed.world import World
 from framework.modes.data_record import DataRecord
 from framework.modes.opening import open_record
@@ -48,7 +47,7 @@ def train(build: Builder) -> Exit:
     trainer = build.trainer()
     trainer.update.require_steps(trainer.plan.total_steps)
     try:
-        _continue(trainer, build, data=_data_of(trainer, build))
+        _continue(trainer, build)
         open_record(trainer, build, places=places)
         is_finished = trainer.fit()
         if is_finished:
@@ -93,18 +92,10 @@ def _what_is_left(directory: RunDirectory) -> str:
     return f"the last valid checkpoint is intact ({kept[0].name})" if kept else "no checkpoint has been written"
 
 
-def _data_of(trainer: Trainer, build: Builder) -> DataRecord:
-    """Return the record of the run's data, which notes each split when it is loaded. Collective."""
-    config = build.config
-    data = DataRecord(config.run, Provenance(build.directory.path), build.world, config.seed, found=trainer.fingerprints)
-    data.note("train", trainer.splits.loader("train").source)
-    trainer.splits.on_load = data.note
-    return data
-
-
-def _continue(trainer: Trainer, build: Builder, *, data: DataRecord) -> None:
+def _continue(trainer: Trainer, build: Builder) -> None:
     """Load this run's newest checkpoint that is valid and fits; without one, load what `run.resume` names. Collective."""
     directory, world = build.directory, build.world
+    data = DataRecord(build.config.run, Provenance(directory.path), world, build.config.seed, trainer.splits)
     found = trainer.saver.store.newest_valid(unfit=partial(_foreign_or_unfit, trainer, build.config.run.id))
     resume = build.config.run.resume
     elsewhere = None if resume in ("auto", "never", "must") else Path(resume)
@@ -119,9 +110,6 @@ def _continue(trainer: Trainer, build: Builder, *, data: DataRecord) -> None:
     _require_known_code(build)
     path, state = found
     data.expect(state["data"])
-    for split in SPLITS:
-        if split in state["data"]:  # now, so that other data are found before a step
-            trainer.splits.loader(split)
     restore(path, stored_plain_state(state), trainer.held, world=world)
     trainer.load_state_dict(state)
     if path.parent != directory.checkpoints:

@@ -19,21 +19,17 @@ def batch_dependent_layers(model: nn.Module) -> list[str]:
     return sorted({type(layer).__name__ for layer in layers})
 
 
-def drawing(unit: nn.Module) -> list[nn.Module]:
-    """Return the modules in a unit whose forward may draw: all but torch's own, and of torch's own the random ones."""
-    return [
-        module for module in unit.modules()
-        if not type(module).__module__.startswith("torch.nn.modules.") or isinstance(module, _RANDOM)
-        or module._forward_hooks or module._forward_pre_hooks
-    ]  # fmt: skip
+def only_dropouts(unit: nn.Module) -> list[nn.Module] | None:
+    """Return a unit's dropout layers, if it consists of torch's own layers and draws nowhere else; otherwise None."""
+    layers = [module for module in unit.modules() if not isinstance(module, DROPOUTS)]
+    is_torchs = all(type(layer).__module__.startswith("torch.nn.modules.") for layer in layers)
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in unit.modules())
+    if not is_torchs or has_hooks or any(isinstance(layer, _RANDOM) for layer in layers):
+        return None
+    return [module for module in unit.modules() if isinstance(module, DROPOUTS)]
 
 
-_RANDOM = (DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RNNBase)
-
-
-def may_draw(module: nn.Module) -> bool:
-    """Return whether a module of `drawing` may draw now."""
-    return not isinstance(module, DROPOUTS) or module.p > 0
+_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RNNBase)
 
 
 @contextmanager

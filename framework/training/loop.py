@@ -63,7 +63,6 @@ class Trainer:
         self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: not finite after a loss that is not
         self.memory_gib: list[float] = []  # the peak of each rank
         self.grad_norm = 0.0  # the last value read
-        self.fingerprints: dict[str, dict[str, str]] = {}  # of the splits that have been loaded (data/fingerprint.py)
 
     def fit(self) -> bool:
         """Train. Return True when the run is finished; False when it was preempted, after a committed checkpoint."""
@@ -285,7 +284,7 @@ class Trainer:
             "monitor": self.tracker.monitored(step=self.progress.step),
             "loss_scale": self.update.loss_scale.state_dict(),
             "facts": self.saver.facts,
-            "data": self.fingerprints,
+            "data": self.splits.fingerprints,
             "stopped": self.parts.loop.stopped,
             **self.recorder.state_dict(),
         }
@@ -294,7 +293,7 @@ class Trainer:
         """Continue from the plain part of a checkpoint. `checkpoint.canonical.restore` loads the tensors."""
         self.progress = self.parts.loop.progress = Progress(**state["progress"])
         self.parts.loop.stopped = state.get("stopped", "")
-        self.fingerprints |= {split: state["data"][split] for split in state["data"].keys() - self.fingerprints.keys()}
+        self.splits.fingerprints = state["data"] | self.splits.fingerprints
         self.tracker.splits = state["metrics"]
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])

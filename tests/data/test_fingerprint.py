@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from framework.data.fingerprint import differences, fingerprint
+from framework.data.fingerprint import changes, fingerprint
 from framework.data.map_style import MapStyle
 from framework.data.source import Arrays, Files, Selected, Source, Windows
 from tests.harness import command
@@ -60,15 +60,15 @@ def changed(array: Any, at: Any, by: Any = 1) -> Any:
 ])  # fmt: skip
 def test_other_data_are_found_and_named(one: Source, other: Source, what: list[str]) -> None:
     before, now = (fingerprint(source, seed=0) for source in (one, other))
-    found = differences(before, now, but_for_rounding=True)
+    found = changes(before, now, but_for_rounding=True)
     assert set(what) <= set(found), found
-    assert not differences(before, fingerprint(one, seed=0), but_for_rounding=False)
+    assert not changes(before, fingerprint(one, seed=0), but_for_rounding=False)
 
 
 def test_rounding_is_seen_and_is_no_other_data() -> None:
     before, now = (fingerprint(of(TensorDataset(NUMBERS * scale)), seed=0) for scale in (1.0, 1 + 1e-7))
-    assert not differences(before, now, but_for_rounding=True)
-    assert "samples.tensors.0 has other content" in differences(before, now, but_for_rounding=False)
+    assert not changes(before, now, but_for_rounding=True)
+    assert "samples.tensors.0 has other content" in changes(before, now, but_for_rounding=False)
 
 
 def test_of_a_mapped_file_the_ends_and_blocks_between_are_hashed(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_of_a_mapped_file_the_ends_and_blocks_between_are_hashed(tmp_path: Path)
     before = fingerprint(Windows(ids, 8), seed=0)
     for place, is_found in ((0, True), (-1, True), (len(ids) // 2, False)):  # 64 blocks have half of the file
         ids[place] += 1
-        assert bool(differences(before, fingerprint(Windows(ids, 8), seed=0), but_for_rounding=True)) == is_found, place
+        assert bool(changes(before, fingerprint(Windows(ids, 8), seed=0), but_for_rounding=True)) == is_found, place
         ids[place] -= 1
 
 
@@ -90,13 +90,11 @@ def test_of_files_names_sizes_and_contents_count(tmp_path: Path) -> None:
         for name in "xyz":
             (tmp_path / folder / name).write_text(name)
     before = fingerprint(source(tmp_path / "a"), seed=0)
-    assert differences(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=False) == []
+    assert changes(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=False) == []
     (tmp_path / "b" / "y").write_text("Y")
-    assert differences(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=True) == [
-        "contents has other content"
-    ]
+    assert changes(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=True) == ["contents has other content"]
     (tmp_path / "b" / "y").rename(tmp_path / "b" / "yy")
-    assert "names has other content" in differences(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=True)
+    assert "names has other content" in changes(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=True)
 
 
 LINE = ["dataset=tokens", "dataset.vocab_size=50", "dataset.seq_len=16", "model=gpt", "model.dim=8", "model.num_layers=1",
