@@ -9,12 +9,14 @@ from typing import Any
 
 from framework.build.training import Builder
 from framework.config.folders import option_of
+from framework.data.fingerprint import changes, fingerprint
 from framework.data.loader import Loader
 from framework.distributed.world import World
 from framework.engine.seam import Step
 from framework.engine.sums import means
 from framework.modes.load_run import load_run
 from framework.runs.metrics_file import numbers_of
+from framework.runs.provenance import Provenance
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -31,6 +33,9 @@ def evaluate(build: Builder) -> Exit:
     splits = build.splits(engine)
     try:
         loader = splits.loader(config.eval.split)
+        before = Provenance(directory.path).data(config.eval.split) if world.rank == 0 else {}
+        if before and (lines := changes(before, fingerprint(loader.source, seed=config.seed), but_for_rounding=True)):
+            LOGGER.warning("the data of %s have changed since the run: %s", config.eval.split, "; ".join(lines))
         world.at("evaluation", step=model.step or 0)
         sums = measure(engine, until_signal(loader, world))
         values = means(totals(sums, world=world), num_samples=len(loader.source))

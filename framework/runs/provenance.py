@@ -154,6 +154,14 @@ class Provenance:
                 start["accepted"] = [*_texts(start, "accepted"), *(f"{split}: {line}" for line in accepted)]
             self._write(content)
 
+    def data(self, split: str) -> dict[str, str]:
+        """Return the fingerprint of a split at the latest start that has loaded it; {} if none has."""
+        for start in reversed(self.read()["starts"]):
+            found = start.get("data")
+            if isinstance(found, dict) and isinstance(found.get(split), dict):
+                return {str(name): str(text) for name, text in found[split].items()}
+        return {}
+
     def _write(self, content: dict[str, Any]) -> None:
         write_atomically(self.path, json.dumps(content, indent=1) + "\n")
 

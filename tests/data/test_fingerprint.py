@@ -123,3 +123,8 @@ def test_a_run_goes_on_with_its_own_data_alone(split: str, strategy: list[str], 
     start = json.loads((accepted.directory / "provenance.json").read_text())["starts"][-1]
     assert start["accepted"] == [f"{split}: tokens has other content"]
     assert start["data"]["train"]["length"] == "249" and start["data"].keys() >= {"train", "val", "test"}
+    same = command("mode=eval", f"run.dir={accepted.directory}", f"eval.split={split}", root=tmp_path / "runs")
+    write(split, ids)
+    other = command("mode=eval", f"run.dir={accepted.directory}", f"eval.split={split}", root=tmp_path / "runs")
+    assert (same.code, other.code) == (0, 0) and "have changed" not in same.output
+    assert f"the data of {split} have changed since the run: tokens has other content" in other.output
