@@ -104,10 +104,8 @@ class OneByOne:
         raise ValueError(f"dataset.{self._split}: every sample is damaged")
 
     def name_of(self, index: int) -> str:
-        """Return how messages call a sample: its number in the dataset, and the dataset's own name for it."""
-        stored = int(self.stored(np.array(index)))
-        name = getattr(self.samples, "name_of", lambda _: "")(stored)
-        return f"sample {stored} of {self._split}" + (f" ({name})" if name else "")
+        """Return how messages call a sample: its number in the dataset."""
+        return f"sample {int(self.stored(np.array(index)))} of {self._split}"
 
     def stored(self, indices: np.ndarray) -> np.ndarray:
         """Return the numbers that samples of this split have in the dataset."""
@@ -141,7 +139,7 @@ class OneByOne:
 
     @property
     def groups(self) -> np.ndarray:
-        """The ends of consecutive groups of samples (shards, concatenated datasets); without groups, the end of all samples."""
+        """The ends of consecutive groups of samples (`ConcatDataset`); without groups, the end of all samples."""
         ends = getattr(self.samples, "cumulative_sizes", None)
         if ends is None:
             return np.array([len(self)])
