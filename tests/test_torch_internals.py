@@ -111,12 +111,6 @@ def test_the_groups_of_a_mesh_take_this_time_out(monkeypatch: pytest.MonkeyPatch
     assert distributed_c10d.default_pg_timeout == timedelta(seconds=7)
 
 
-def test_an_object_comes_out_of_its_bytes_also_with_more_behind_them() -> None:
-    packed = ours.packed_object({"name": (1, 2.5)})
-    assert packed.dtype == torch.uint8 and packed.ndim == 1
-    assert ours.unpacked_object(torch.cat([packed, torch.zeros(100, dtype=torch.uint8)])) == {"name": (1, 2.5)}
-
-
 def test_tensors_are_gathered_into_one(alone: dist.ProcessGroup) -> None:
     gathered = torch.empty(2)
     ours.all_gather_single(gathered, torch.tensor([1.0, 2.0]), group=alone)

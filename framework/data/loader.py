@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from multiprocessing.synchronize import Semaphore
@@ -113,30 +113,21 @@ class Loader:
             seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(draw)))
             fetched.append(one_by_one(int(sample)))
         seed_generators(key(self.order.seed, at[0], start, part.number))
-        gathered: Any = self.source.gather(samples) if one_by_one is None else self._collated(fetched, samples)
+        numbers = getattr(self.source, "stored", lambda samples: samples)(samples).tolist()
+        gathered: Any = self.source.gather(samples) if one_by_one is None else self._collated(fetched, numbers)
         augment_keys = keys(self.order.seed, "augment", epoch, draws) if is_training and self.is_augmented else None
         inputs, targets = map(as_tensors, gathered)
-        numbers = getattr(self.source, "stored", lambda samples: samples)(samples)
         stored = MicroBatch(part.number, inputs, targets, len(samples), part.start, keys=augment_keys,
-                            samples=numbers.tolist(), split=self.split)  # fmt: skip
+                            samples=numbers, split=self.split)  # fmt: skip
         return stored if self._later else self._transformed(stored, is_training=is_training)
 
-    def _collated(self, fetched: list[Any], samples: np.ndarray) -> Any:
+    def _collated(self, fetched: list[Any], numbers: list[int]) -> Any:
         source: Any = self.source
         try:
             return source.collate(fetched)
         except Exception as error:
-            forms = list(map(_form, fetched))
-            odd = next((number for number, form in enumerate(forms) if forms.count(form) * 2 < len(forms)), None)
-            who = "these samples do not make a batch"
-            if odd is not None:
-                who = f"{self.name_of(samples[odd])} has {forms[odd]}, and most others have {max(forms, key=forms.count)}"
+            who = f"samples {', '.join(map(str, numbers))} of {self.split} do not make a batch (dataset.collate)"
             raise ValueError(f"{who}: {type(error).__name__}: {error}") from error
-
-    def name_of(self, sample: int) -> str:
-        """Return how messages call a sample of the split."""
-        named: str = getattr(self.source, "name_of", lambda index: f"sample {index}")(int(sample))
-        return named
 
     def _transformed(self, stored: MicroBatch, *, is_training: bool) -> MicroBatch:
         inputs, targets = self.dataset.transform(stored.inputs, stored.targets, keys=stored.keys)
@@ -236,15 +227,6 @@ def as_tensors(stored: Any) -> Any:
     if isinstance(stored, dict):
         return {name: as_tensors(value) for name, value in stored.items()}
     return type(stored)(map(as_tensors, stored)) if type(stored) in (tuple, list) else stored
-
-
-def _form(sample: Any) -> str:
-    """Return the shapes in a sample, in a short text."""
-    if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{name}: {_form(value)}" for name, value in sample.items()) + "}"
-    if isinstance(sample, (tuple, list)):
-        return "(" + ", ".join(map(_form, sample)) + ")"
-    return str(list(sample.shape)) if hasattr(sample, "shape") else type(sample).__name__
 
 
 @dataclass(eq=False)

@@ -97,15 +97,11 @@ class OneByOne:
                     raise TypeError("it is None")
                 return sample
             except Exception as error:
-                what = f"{self.name_of(number)}: {type(error).__name__}: {error}"
+                what = f"sample {stored} of {self._split}: {type(error).__name__}: {error}"
                 if not self._skips:
                     raise ValueError(f"{what} (dataset.on_error=skip takes the next one in its place)") from error
                 LOGGER.warning("%s: skipped", what)
         raise ValueError(f"dataset.{self._split}: every sample is damaged")
-
-    def name_of(self, index: int) -> str:
-        """Return how messages call a sample: its number in the dataset."""
-        return f"sample {int(self.stored(np.array(index)))} of {self._split}"
 
     def stored(self, indices: np.ndarray) -> np.ndarray:
         """Return the numbers that samples of this split have in the dataset."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from framework.runtime.exits import DiskFailed
 from framework.runtime.plain import Invalid
-from framework.runtime.torch_internals import packed_object, unpacked_object
 
 _Result = TypeVar("_Result")
 
@@ -74,13 +73,9 @@ class Agreement:
         """Return every rank's `value`, in rank order, on rank 0. Return [] on the other ranks. Collective."""
         if self.group is None:
             return [value]
-        packed = packed_object(value)
-        longest = self._reduced(torch.tensor(packed.numel()), dist.ReduceOp.MAX)
-        padded = torch.zeros(int(longest), dtype=torch.uint8)
-        padded[: packed.numel()] = packed
-        parts = [torch.empty_like(padded) for _ in range(self.group.size())] if self.group.rank() == 0 else None
-        dist.gather(padded, parts, dst=0, group=self.group)
-        return [unpacked_object(part) for part in parts or []]
+        values: list[Any] | None = [None] * self.group.size() if self.group.rank() == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
 
     def scatter_plan(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
         """Return this rank's item of the result of `deal`, which rank 0 calls with every rank's `value`, in rank order.

@@ -127,16 +127,6 @@ def set_group_timeout(timeout: timedelta) -> None:
 NCCL_LATER = timedelta(minutes=1)  # NCCL's watchdog aborts the process; other ranks must report before which rank hangs
 
 
-def packed_object(value: Any) -> Tensor:
-    """Return an object as bytes for a CPU group, in the format of torch's own collectives of objects."""
-    return distributed_c10d._object_to_tensor(value, torch.device("cpu"), None)[0]  # type: ignore[no-untyped-call,no-any-return]
-
-
-def unpacked_object(packed: Tensor) -> Any:
-    """Return the object of `packed_object`. More bytes may follow the object."""
-    return distributed_c10d._tensor_to_object(packed, packed.numel(), None)  # type: ignore[no-untyped-call]
-
-
 # torch 2.13 has renamed these functions
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -82,7 +82,7 @@ def test_a_sampler_that_breaks_its_contract_ends_the_run_from_a_loader_process_t
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_of_another_shape_is_named(num_workers: int) -> None:
     made = loader_of(partial(Odd, n=40, size=11, at=17), num_workers=num_workers)
-    with pytest.raises(ValueError, match=r"sample 17 of train has \(\[11\], int\), and most others have \(\[12\], int\)"):
+    with pytest.raises(ValueError, match=r"samples .*17.* of train do not make a batch"):
         inputs_of(made, 4)
     made.close()
 
