@@ -24,7 +24,7 @@ from framework.runtime.exits import RunEnded
 from framework.runtime.files import open_files
 from framework.runtime.forks import begin_child
 from framework.runtime.preemption import SIGNALS
-from framework.runtime.torch_internals import fate_of_loader, kill_loader, report_what_cannot_be_sent, shut_down_loader
+from framework.runtime.torch_internals import kill_loader, report_what_cannot_be_sent, shut_down_loader
 
 _FORK_S = 5.0  # a new process that has done nothing for so long hangs
 
@@ -160,13 +160,10 @@ class Loader:
 
     @staticmethod
     def _read(steps: Iterator[Step | RunEnded]) -> Iterator[Step]:
-        try:
-            for step in steps:
-                if isinstance(step, RunEnded):
-                    raise step
-                yield step
-        except RuntimeError as error:
-            raise fate_of_loader(steps, error) from error
+        for step in steps:
+            if isinstance(step, RunEnded):
+                raise step
+            yield step
 
     def _start_processes(
         self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step], *, is_kept: bool

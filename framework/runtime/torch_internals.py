@@ -159,18 +159,6 @@ def report_what_cannot_be_sent() -> None:
     Queue._on_queue_feeder_error = put_error  # type: ignore[attr-defined]
 
 
-def fate_of_loader(steps: Any, error: RuntimeError) -> RuntimeError:
-    """Return the error of a reader of a DataLoader's iterator; if a process has died, with how it ended."""
-    if "exited unexpectedly" not in str(error):
-        return error
-    codes = [process.exitcode for process in steps._workers if process.exitcode]
-    ends = [f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}" for code in codes]
-    return RuntimeError(f"{LOADER_DIED} {' and '.join(dict.fromkeys(ends)) or 'ended'}")
-
-
-LOADER_DIED = "a loader process died:"
-
-
 def shut_down_loader(steps: Iterator[Any]) -> None:
     """End the processes of a DataLoader's iterator, as the iterator's __del__ does."""
     steps._shutdown_workers()  # type: ignore[attr-defined]  # an iterator of torch's
