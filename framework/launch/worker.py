@@ -260,7 +260,8 @@ def start_workers(run: ClaimedRun) -> int:
     config, directory = run.config, RunDirectory(run.frozen.path.parent)
     if config.launch.num_processes == 1:
         try:
-            return work(run.frozen, None)  # in this process
+            with PREEMPTION.heard_at_once():
+                return work(run.frozen, None)  # in this process
         except Exception as error:
             return report(Failure.of(error, rank=0), directory)
     prepare(config.parallel["_target_"], MODES[config.mode].worker)

@@ -5,12 +5,15 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from framework.runtime.environment import variables
 
+_END = b"\0"  # no signal has this number
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -35,10 +38,36 @@ class Preemption:
 
     def watch(self) -> None:
         """Install the handlers, and unblock the signals. Main thread only."""
-        for signum in SIGNALS:
-            if (signum, signal.getsignal(signum)) != (signal.SIGHUP, signal.SIG_IGN):  # SIGHUP: nohup started this run
-                signal.signal(signum, self._note)
+        for signum in self._heard():
+            signal.signal(signum, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _heard(self) -> list[signal.Signals]:
+        """Return the signals that stop a run. SIGHUP, from a closed terminal, does not stop a run that nohup started."""
+        return [signum for signum in SIGNALS if (signum, signal.getsignal(signum)) != (signal.SIGHUP, signal.SIG_IGN)]
+
+    @contextmanager
+    def heard_at_once(self) -> Iterator[None]:
+        """Note signals in a thread. Python's handlers wait until a call into C ends, and a backward pass is such a call."""
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        for signum in self._heard():
+            signal.signal(signum, lambda *_: None)  # without a handler, nothing is written to the pipe
+        signal.set_wakeup_fd(write_fd)
+        threading.Thread(target=self._listen, args=(read_fd,), daemon=True).start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            self.watch()
+            os.write(write_fd, _END)
+            os.close(write_fd)
+
+    def _listen(self, read_fd: int) -> None:
+        while (received := os.read(read_fd, 1)) != _END:
+            if received[0] in SIGNALS:
+                self._note(received[0], None)
+        os.close(read_fd)
 
     def ignore(self) -> None:
         """Ignore the signals from now on."""
