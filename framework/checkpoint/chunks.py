@@ -52,14 +52,10 @@ def deal(tables: list[dict[Chunk, int]]) -> list[set[Chunk]]:
         for chunk in table:
             holders[chunk].append(rank)
     loads, dealt = [0] * len(tables), [set[Chunk]() for _ in tables]
-
-    def give(chunk: Chunk, writer: int) -> None:
+    # first what only one rank has, then what several ranks have, the largest first
+    order = sorted(holders, key=lambda chunk: (len(holders[chunk]) > 1, -tables[holders[chunk][0]][chunk], chunk))
+    for chunk in order:
+        writer = min(holders[chunk], key=lambda rank: (loads[rank], rank))
         loads[writer] += tables[writer][chunk]
         dealt[writer].add(chunk)
-
-    shared = {chunk: ranks for chunk, ranks in holders.items() if len(ranks) > 1}
-    for chunk in holders.keys() - shared.keys():
-        give(chunk, holders[chunk][0])
-    for chunk in sorted(shared, key=lambda chunk: (-tables[shared[chunk][0]][chunk], chunk)):
-        give(chunk, min(shared[chunk], key=lambda rank: (loads[rank], rank)))
     return dealt

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
 from framework.checkpoint.state import Natural
+from framework.runtime.files import checksum
 from framework.runtime.plain import Invalid, Plain, first_fault, parse_json, require_file
 from framework.runtime.problem import shown
 
@@ -171,14 +172,14 @@ def check_inventory(inventory: Inventory) -> None:
     The files' sizes then limit the memory that loading can use.
     """
     for name, tensor in inventory.items():
-        if fault := chunks_fault(name, tensor.chunks):
+        if fault := chunks_fault(tensor.chunks):
             raise Invalid(f"{tensor.chunks[0].file}: {shown(name)} {fault}")
 
 
-def chunks_fault(name: str, chunks: Sequence[Chunk]) -> str | None:
+def chunks_fault(chunks: Sequence[Chunk]) -> str | None:
     """Return why chunks do not make up one tensor of a run, or None."""
     first = chunks[0]
-    if not name.startswith(_KINDS) or not name.isprintable():
+    if not first.name.startswith(_KINDS) or not first.name.isprintable():
         return "does not belong to the model, the optimizer, the average, the task or a part"
     if first.dtype not in DTYPES or any(chunk.dtype != first.dtype for chunk in chunks):
         return "has a type that torch does not have, or several"
@@ -259,12 +260,8 @@ def _blocks(header: bytes, tensors: "Iterable[Tensor]") -> Iterator[memoryview]:
 
 def digest(path: Path) -> dict[str, Any]:
     """Return a file's size and checksum, in a manifest's form."""
-    hashed, size = xxh3_128(), 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            hashed.update(block)
-            size += len(block)
-    return {"size": size, "xxh3_128": hashed.hexdigest()}
+    size, digits = checksum(path, xxh3_128)
+    return {"size": size, "xxh3_128": digits}
 
 
 def read_regions(directory: Path, inventory: Inventory, targets: "Mapping[Chunk, Tensor]") -> None:

@@ -150,7 +150,7 @@ class Loader:
         elif is_evaluation and self._evaluating is not None:
             steps = self._read(iter(self._evaluating))
         else:
-            loader, begun = self._start_processes(positions, fetch, is_kept=is_evaluation)
+            loader, begun = self._start_processes(positions, fetch)
             self._evaluating = loader if is_evaluation else self._evaluating
             steps = self._read(begun)
         if self.device.type == "cuda":
@@ -166,14 +166,14 @@ class Loader:
             yield step
 
     def _start_processes(
-        self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step], *, is_kept: bool
+        self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]
     ) -> tuple[DataLoader[int], Iterator[Step | RunEnded]]:
-        """Return a loader and its first iterator. If `is_kept`, the processes serve the later iterators too."""
+        """Return a loader and its first iterator. The processes serve the later iterators too."""
         open_files()
         wait_s = _FORK_S
         while True:
             begun = multiprocessing.get_context("fork").Semaphore(0)
-            loader = self._loader(positions(), fetch, begun, is_kept=is_kept)
+            loader = self._loader(positions(), fetch, begun)
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole group must not kill them
             try:
                 steps = iter(loader)
@@ -186,9 +186,7 @@ class Loader:
             kill_loader(steps)
             wait_s *= 2
 
-    def _loader(
-        self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore, *, is_kept: bool
-    ) -> DataLoader[int]:
+    def _loader(self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore) -> DataLoader[int]:
         def begin(_: int) -> None:
             begin_child()  # torch's watchdog checks every five seconds, and a queue may break earlier
             report_what_cannot_be_sent()
@@ -209,7 +207,7 @@ class Loader:
             worker_init_fn=begin,
             pin_memory=self.device.type == "cuda",  # in a thread of the reading process
             multiprocessing_context="fork",
-            persistent_workers=is_kept,
+            persistent_workers=True,
         )
 
     def _to_device(self, step: Step) -> Step:

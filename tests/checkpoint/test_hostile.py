@@ -507,4 +507,4 @@ def test_a_run_directory_that_leads_elsewhere_is_refused(kind: str, name: str, e
 )
 def test_chunks_make_up_a_tensor_or_not(parts: list[tuple[list[int], list[int]]], is_whole: bool) -> None:
     chunks = [Chunk("model/x", offsets, sizes, "F32", "file") for offsets, sizes in parts]
-    assert (chunks_fault("model/x", chunks) is None) == is_whole
+    assert (chunks_fault(chunks) is None) == is_whole
