@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from framework.runtime import torch_compiler
@@ -182,7 +182,7 @@ def test_a_stack_in_the_backward_pass_has_this_function() -> None:
 
 def test_a_pipeline_takes_fewer_micro_batches_than_stages(alone: dist.ProcessGroup) -> None:
     stage = PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device("cpu"), group=alone)
-    assert ours.gpipe(stage, 1)._n_microbatches == 1
+    assert ScheduleGPipe(stage, 1)._n_microbatches == 1
 
 
 def test_schedules_are_told_apart_and_list_their_actions() -> None:

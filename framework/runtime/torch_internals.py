@@ -211,7 +211,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def end_workers(self, signum: signal.Signals, *, timeout_s: int = 30) -> None:
         """Send the workers a signal, and kill the workers that remain after the time-out."""
-        if self._pcontext is not None:  # not `_shutdown`, which takes no time-out before torch 2.11
+        if self._pcontext is not None:
             self._pcontext.close(signum, timeout_s)
 
     def signal_workers(self, signum: signal.Signals) -> None:
@@ -237,15 +237,6 @@ def greet_others_only(stage: Any, *, rank: int) -> None:
         return
     greetings = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != rank]
-
-
-def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
-    """Return a GPipe schedule. It may have fewer micro-batches than stages: torch 2.10 refuses this, but can run it."""
-    from torch.distributed.pipelining import ScheduleGPipe
-
-    schedule = ScheduleGPipe(stage, max(num_micro_batches, stage.num_stages), **options)
-    schedule._n_microbatches = num_micro_batches
-    return schedule
 
 
 def is_single_stage(schedule: Any) -> bool:
