@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,14 +20,6 @@ class Part(NamedTuple):
     start: int
     stop: int
     is_padding: bool = False
-
-
-class Numbers(Protocol):
-    """The numbers of an epoch's samples, in order: an array, or an object that returns an array for each slice."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: slice, /) -> np.ndarray: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,7 +44,7 @@ class Order:
         if self.limit is not None:
             self.epoch_size = min(self.epoch_size, self.limit * self.global_batch_size)
         self._epoch = -1
-        self._numbers: Numbers = np.empty(0, dtype=np.int64)
+        self._numbers: np.ndarray | Permutation = np.empty(0, dtype=np.int64)
         self._epochs, self._counted = list[int](), 0  # the epoch of each step, and the samples in these steps, if batches grow
 
     def steps_in(self, num_epochs: int) -> int:
@@ -92,7 +84,7 @@ class Order:
             self._epoch, self._numbers = epoch, self.numbers(epoch)
         return epoch, self._numbers[offset : offset + self.size(samples_seen)]
 
-    def numbers(self, epoch: int) -> Numbers:
+    def numbers(self, epoch: int) -> np.ndarray | Permutation:
         """Return the numbers of an epoch's samples. Raise Unfit if a sampler's numbers are not those of samples."""
         if self.draw is None:
             return self._permuted(epoch)
@@ -125,7 +117,7 @@ class Order:
         offset = samples_seen % self.epoch_size
         return np.arange(offset, offset + self.size(samples_seen))
 
-    def _permuted(self, epoch: int) -> Numbers:
+    def _permuted(self, epoch: int) -> np.ndarray | Permutation:
         if self.num_samples > _MOST_KEPT:
             return Permutation(self.num_samples, seed=self.seed, epoch=epoch)
         # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed with any numpy version

@@ -37,10 +37,7 @@ class Agreement:
 
         Use it for small values: the size of the result grows with the number of ranks. See `distinct` and `to_rank_0`.
         """
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(values, value, group=self.group)
+        values: list[Any] = self.from_rank_0(self.to_rank_0(value))
         return values
 
     def distinct(self, value: Any) -> dict[int, Any]:
