@@ -13,16 +13,18 @@ again. The second and the third run are compared with the first run: the validat
 """
 
 import argparse
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,8 @@ SEQ_LEN = 128
 
 DIGITS = ["model.dropout=0.1", "micro_batch_size=16"]
 TEXTS = [
-    f"dataset.{split}.decode={{_target_: framework.data.text.TokenizedRecord, _partial_: false, tokenizer: tokenizer.json, "
+    f"dataset.collate={{_target_: framework.data.text.TokenizedRecords, _partial_: false, tokenizer: tokenizer.json, "
     f"length: {SEQ_LEN}, field: txt}}"
-    for split in ("train", "val", "test")
 ]
 
 
@@ -72,6 +73,7 @@ COMMON = [
 
 OURS = """
 import sys
+import tarfile
 sys.path[:0] = [ROOT, ROOT + "/benchmarks"]
 from comparison import kill_run_after
 from framework.cli.run import start
@@ -132,14 +134,16 @@ def write_texts(folder: Path) -> None:
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from framework.data.shards import write_tar
-
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = (part for path in files for part in path.read_bytes().decode("ascii", "ignore").split("\n\n") if len(part) > 1)
     (folder / "shards").mkdir()
     for split, num_shards in {"train": 10, "val": 1, "test": 1}.items():
         for number in range(num_shards):
-            write_tar(folder / "shards" / f"{split}-{number:03d}.tar", [{"txt": next(texts)} for _ in range(64)])
+            with tarfile.open(folder / "shards" / f"{split}-{number:03d}.tar", "w") as archive:
+                for place, text in enumerate(islice(texts, 64)):
+                    member = tarfile.TarInfo(f"{place:08d}.txt")
+                    member.size = len(text)
+                    archive.addfile(member, io.BytesIO(text.encode()))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

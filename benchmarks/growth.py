@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import order, records
-from framework.checkpoint.chunks import Chunk, chunks_of, deal
+from framework.checkpoint.chunks import chunks_of, deal
+from framework.checkpoint.format import Chunk
 from framework.cli.run import checked_line, start
 from framework.data.order import parts
 from framework.modules.summary import summary

@@ -21,6 +21,7 @@ os.environ["WANDB_MODE"] = "offline"
 MACHINE = os.environ["PYTHONPATH"] = str(Path(__file__).with_name("machine"))
 CACHE = tempfile.TemporaryDirectory(prefix="steadfast_cache_")
 os.environ["STEADFAST_CACHE"] = CACHE.name
+os.environ["HF_DATASETS_CACHE"] = f"{CACHE.name}/tables"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(MACHINE)
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of this folder, unless this Python has one

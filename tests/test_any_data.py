@@ -1,7 +1,9 @@
 """Data that nobody here wrote: datasets of torch and Hugging Face as they are, shards, samplers, mixed samples; any number of processes."""
 
+import io
 import json
 import random
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.data.shards import write_tar
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished, slow_but
 from tests.test_resume import after_step, crash
 
@@ -101,22 +102,26 @@ class Bag(nn.Module):
 
 def tar_line(folder: Path) -> list[str]:
     for number, size in enumerate((9, 4, 17)):
-        records = [
-            {"npy": np.full(12, (number + i) % 4, dtype=np.float32) + i / 40, "cls": (number + i) % 4} for i in range(size)
-        ]
-        write_tar(folder / f"train-{number}.tar", records)
-    return [*shards_line("Tar", folder / "train-*.tar"), "dataset.inputs=npy", "dataset.targets=cls"]
+        with tarfile.open(folder / f"train-{number}.tar", "w") as archive:
+            for i in range(size):
+                np.save(array := io.BytesIO(), np.full(12, (number + i) % 4, dtype=np.float32) + i / 40)
+                for ending, content in {"npy": array.getvalue(), "cls": str((number + i) % 4).encode()}.items():
+                    member = tarfile.TarInfo(f"{i:04d}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    return [*shards_line("webdataset", folder / "train-*.tar"), "dataset.inputs=npy", "dataset.targets=cls"]
 
 
 def json_line(folder: Path) -> list[str]:
     for number, size in enumerate((9, 4, 17)):
         rows = [{"x": [float((number + i) % 4)] * 12, "y": (number + i) % 4} for i in range(size)]
         (folder / f"train-{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return [*shards_line("Tables", folder / "train-*.jsonl"), "dataset.inputs=x", "dataset.targets=y"]
+    return [*shards_line("json", folder / "train-*.jsonl"), "dataset.inputs=x", "dataset.targets=y"]
 
 
 def shards_line(kind: str, files: Path) -> list[str]:
-    return ["dataset=map_style", f"dataset.train._target_=framework.data.shards.{kind}", f"+dataset.train.files='{files}'",
+    return ["dataset=map_style", "dataset.train._target_=datasets.load_dataset", f"dataset.train.path={kind}",
+            f"dataset.train.data_files='{files}'", "dataset.train.split=train",
             "model._target_=tests.test_any_data.Net", "sampler=windowed", "sampler.window=8"]  # fmt: skip
 
 
@@ -260,7 +265,6 @@ REFUSED = {
     "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: ... not a pair of inputs and targets (dataset.inputs ..."),
     "a wrong argument": ([*MAP, "+dataset.train.sise=3"], "dataset.train.sise: unknown key (did you mean dataset.train.size?)"),
     "one key alone": ([*MAP, "dataset.inputs=x"], "dataset: ... dataset.inputs and dataset.targets go together ..."),
-    "no file": ([*MAP, "dataset.train={_target_:framework.data.shards.Tar,files:none-*.tar}"], "dataset: ... files=none-*.tar: there is no such file"),
     "no lengths": ([*MAP, "sampler=length_grouped", "sampler.lengths=length"], "sampler: it cannot order this data: ... sampler.lengths=length: ... .npy file"),
     "no sampler": ([*MAP, "sampler=randomly"], "sampler: no option 'randomly' ..."),
     "a mean": ([*MAP, "+dataset.batch_transform={_target_:tests.test_any_data.MixUp}"], "dataset.batch_transform.alpha: is missing ..."),

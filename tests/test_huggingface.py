@@ -182,10 +182,8 @@ def test_the_names_of_a_base_without_a_prefix_are_refused_with_the_prefix(tmp_pa
     refused = command(*RUN, *KINDS["lora"], f"model.init_from={tmp_path / 'base'}", root=tmp_path / "runs")
     assert refused.code == 78
     (line,) = refused.output.splitlines()
-    said = "model.init_from: nothing in base fits this model prefix: base_model.model. gives 34 of them a name of the model"
-    assert line == Says(f"{said} (is it base_model.model.transformer.h.0.attn.c_attn.base_layer.bias?)") or line == Says(
-        said
-    ), line
+    said = "model.init_from: nothing in base fits this model prefix (is it base_model.model.transformer.h.0."
+    assert line == Says(said), line
 
 
 # --- what is refused

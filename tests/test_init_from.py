@@ -140,7 +140,7 @@ FILE = {"file": "FILE"}
         ([FILE | {"transpose": ["norm.weight"]}], "model.init_from: norm.weight [16], which is not a matrix transpose"),
         ([FILE | {"rename": {"norm.*": "norm"}}], "model.init_from: would both be norm"),
         ([FILE, FILE], "model.init_from: which is in FILE too"),
-        ([FILE | {"prefix": "a."}], "model.init_from: nothing in FILE fits this model rename: {'^a\\.': ''} gives 24 of them missing in the file:"),
+        ([FILE | {"prefix": "a."}], "model.init_from: nothing in FILE fits this model prefix and rename missing in the file:"),
         ([FILE | {"rename": {"^": "layers."}}], "model.init_from: nothing in FILE fits this model missing in the file:"),
         ([FILE | {"rename": {r"^norm\.": "nrm."}, "strict": True}],
          "model.init_from: not all of it fits strict nrm.bias (is it norm.bias?), nrm.weight (is it norm.weight?)"),

@@ -17,10 +17,7 @@ from framework.loggers import console
 from framework.loggers.evaluation_table import EvaluationTable
 from framework.loggers.live_line import LiveLine, brief, clock, fitted
 from framework.loggers.sink import RunInfo
-from framework.runs import facts
 from framework.runs.metrics_file import in_digits
-from framework.runtime import log
-from framework.runtime.wrapping import wrapped
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, command, finished
 from tests.terminal import TRAIN, Shown, on_terminal, resize, show
@@ -225,10 +222,6 @@ def test_letters_that_need_two_columns_are_counted_as_two(width: int) -> None:
     for column, number in {"loss": "1.0000", "mae": "2.0000", name: "3.0000", "late": "4.0000"}.items():
         if column in lines[0]:
             assert cell_len(lines[0][: lines[0].index(column)] + column) == lines[1].index(number) + len(number)
-    text = f"loss 1.0000  {name} 0.0425  {name} 0.0425  mae 0.0425"
-    folded = wrapped(text, width, first="  train     ", other=" " * 12)
-    assert max(map(cell_len, folded)) <= width
-    assert [word for one in folded for word in one.split()] == ["train", *text.split()]
     line = LiveLine(run_info())
     line.update({"step": 1, "split": "train", "loss": 1.0, name: 2.0, "samples_per_s": 10.0})
     bar, words = fitted(line._forms(), width=width)
@@ -320,23 +313,6 @@ def test_a_run_of_a_sweep_is_brief(tmp_path: Path) -> None:
     assert text.count("training ") == text.count("finished: ") == 2
     assert not re.search(r"^  (model|strategy|best|next) ", text, re.MULTILINE) and "kind" not in text
     assert not any("━" in line for line in shown.lines)
-
-
-def test_facts_are_wrapped_between_words_but_commands_are_not(tmp_path: Path) -> None:
-    words = "one two three four five six seven eight nine ten eleven twelve"
-
-    def plant() -> None:
-        sys.argv[0] = "train.py"
-        log.start_console(rank=0)
-        with log.log_file(tmp_path / "log"):
-            facts.say([("label", words), ("next", f"python train.py {words}")])
-        os._exit(0)
-
-    _, shown = on_terminal(*RUN, root=tmp_path / "runs", columns=40, before=plant)
-    printed = ESCAPES.sub("", shown.received.decode()).replace("\r", "").splitlines()
-    assert printed[:2] == ["  label     one two three four five six", "            seven eight nine ten eleven"]
-    assert printed[-1] == f"  next      python train.py {words}"
-    assert f"  label     {words}" in (tmp_path / "log").read_text(), "a file has it whole"
 
 
 # --- without a terminal

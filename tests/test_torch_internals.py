@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from framework.runtime import torch_compiler
@@ -111,12 +111,6 @@ def test_the_groups_of_a_mesh_take_this_time_out(monkeypatch: pytest.MonkeyPatch
     assert distributed_c10d.default_pg_timeout == timedelta(seconds=7)
 
 
-def test_an_object_comes_out_of_its_bytes_also_with_more_behind_them() -> None:
-    packed = ours.packed_object({"name": (1, 2.5)})
-    assert packed.dtype == torch.uint8 and packed.ndim == 1
-    assert ours.unpacked_object(torch.cat([packed, torch.zeros(100, dtype=torch.uint8)])) == {"name": (1, 2.5)}
-
-
 def test_tensors_are_gathered_into_one(alone: dist.ProcessGroup) -> None:
     gathered = torch.empty(2)
     ours.all_gather_single(gathered, torch.tensor([1.0, 2.0]), group=alone)
@@ -188,7 +182,7 @@ def test_a_stack_in_the_backward_pass_has_this_function() -> None:
 
 def test_a_pipeline_takes_fewer_micro_batches_than_stages(alone: dist.ProcessGroup) -> None:
     stage = PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device("cpu"), group=alone)
-    assert ours.gpipe(stage, 1)._n_microbatches == 1
+    assert ScheduleGPipe(stage, 1)._n_microbatches == 1
 
 
 def test_schedules_are_told_apart_and_list_their_actions() -> None:

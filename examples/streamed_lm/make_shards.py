@@ -1,17 +1,18 @@
-"""Shards of text for a language model. They are written once, from Python's standard library, and then streamed.
+"""Shards of text for a language model: tar files in WebDataset's layout, written once, from Python's standard library.
 
 `python make_shards.py` writes them. A run also writes them if they do not exist.
 """
 
+import io
 import shutil
 import sysconfig
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-from framework.data.shards import Record, write_tar
 
 SEQ_LEN = 128  # tokens (bytes) per sample
 SAMPLES_PER_SHARD = 256
@@ -32,11 +33,22 @@ def write_all(folder: Path) -> None:
     samples = windows()
     for split, num_shards in NUM_SHARDS.items():
         for number in range(num_shards):
-            write_tar(beside / f"{split}-{number:03d}.tar", [{"npy": next(samples)} for _ in range(SAMPLES_PER_SHARD)])
+            write_shard(beside / f"{split}-{number:03d}.tar", samples)
     try:
         beside.rename(folder)
     except OSError:  # another process was faster, and has written the same content
         shutil.rmtree(beside)
+
+
+def write_shard(path: Path, samples: Iterator[np.ndarray]) -> None:
+    """Write the next samples to a tar file, each as a file NUMBER.npy."""
+    with tarfile.open(path, "w") as archive:
+        for number in range(SAMPLES_PER_SHARD):
+            np.save(file := io.BytesIO(), next(samples))
+            member = tarfile.TarInfo(f"{number:08d}.npy")
+            member.size = file.tell()
+            file.seek(0)
+            archive.addfile(member, file)
 
 
 def windows() -> Iterator[np.ndarray]:
@@ -46,10 +58,10 @@ def windows() -> Iterator[np.ndarray]:
     yield from np.frombuffer(text, dtype=np.uint8).reshape(-1, SEQ_LEN + 1)
 
 
-def pair(record: Record) -> tuple[np.ndarray, np.ndarray]:
-    """Return a record's inputs int64 (T,) and targets int64 (T,), which are the next tokens. T = SEQ_LEN."""
-    tokens = record["npy"].astype(np.int64)
-    return tokens[:-1], tokens[1:]
+def pairs(records: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the records' inputs int64 (B, T) and targets int64 (B, T), which are the next tokens. T = SEQ_LEN."""
+    tokens = np.array([record["npy"] for record in records], dtype=np.int64)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from framework.config.schema import Node
 from framework.runtime.local_copy import local_copy
 from framework.runtime.objects import StoreFailed, is_url, url_problems
 
-_PATHS = ("root", "files", "tokenizer")  # the dataset arguments that name files
+_PATHS = ("root", "data_files", "tokenizer")  # the dataset arguments that name files
 
 
 def with_copies(value: Any, name: str) -> Any:

@@ -3,37 +3,24 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
+from framework.checkpoint.format import Chunk
 from framework.distributed.world import World
 from framework.modules.tensors import local
 from framework.runtime.torch_internals import shard_offsets
 
 
-class Chunk(NamedTuple):
-    """A box in a tensor: the whole tensor, or a rank's part of it."""
-
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def ends(self) -> list[int]:
-        return [offset + size for offset, size in zip(self.offsets, self.sizes)]
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "Chunk":
-        """Return the place of this rank's part of a tensor (plain or DTensor)."""
-        if hasattr(tensor, "device_mesh"):
-            return cls(name, shard_offsets(tensor), tuple(local(tensor).shape))
-        return cls(name, (0,) * tensor.ndim, tuple(tensor.shape))
+def chunk_of(name: str, tensor: Tensor) -> Chunk:
+    """Return the place of this rank's part of a tensor (plain or DTensor)."""
+    offsets = shard_offsets(tensor) if hasattr(tensor, "device_mesh") else (0,) * tensor.ndim
+    return Chunk(name, offsets, tuple(local(tensor).shape))
 
 
 def chunks_of(tensors: Mapping[str, Tensor]) -> dict[Chunk, Tensor]:
     """Return this rank's parts, which share the tensors' memory. Skip an empty part, unless the whole tensor is empty."""
-    parts = {Chunk.of(name, tensor): local(tensor) for name, tensor in tensors.items()}
+    parts = {chunk_of(name, tensor): local(tensor) for name, tensor in tensors.items()}
     return {chunk: part for chunk, part in parts.items() if part.numel() or not tensors[chunk.name].numel()}
 
 
@@ -65,14 +52,10 @@ def deal(tables: list[dict[Chunk, int]]) -> list[set[Chunk]]:
         for chunk in table:
             holders[chunk].append(rank)
     loads, dealt = [0] * len(tables), [set[Chunk]() for _ in tables]
-
-    def give(chunk: Chunk, writer: int) -> None:
+    # first what only one rank has, then what several ranks have, the largest first
+    order = sorted(holders, key=lambda chunk: (len(holders[chunk]) > 1, -tables[holders[chunk][0]][chunk], chunk))
+    for chunk in order:
+        writer = min(holders[chunk], key=lambda rank: (loads[rank], rank))
         loads[writer] += tables[writer][chunk]
         dealt[writer].add(chunk)
-
-    shared = {chunk: ranks for chunk, ranks in holders.items() if len(ranks) > 1}
-    for chunk in holders.keys() - shared.keys():
-        give(chunk, holders[chunk][0])
-    for chunk in sorted(shared, key=lambda chunk: (-tables[shared[chunk][0]][chunk], chunk)):
-        give(chunk, min(shared[chunk], key=lambda rank: (loads[rank], rank)))
     return dealt

@@ -3,24 +3,13 @@
 import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from framework.checkpoint.format import Entry, read_header
+from framework.checkpoint.format import FileTensor, read_header
 from framework.config.init_from import InitFile, files_of, index_of
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import shown
 
 NUM_LISTED = 8  # how many names a message lists
-
-
-class FileTensor(NamedTuple):
-    """A tensor in a file."""
-
-    path: Path
-    name: str  # the name in the file
-    entry: Entry  # the dtype and shape that the model gets
-    is_transposed: bool = False
-    is_strict: bool = False  # the tensor must fit the model
 
 
 def stored_tensors(entries: Sequence[InitFile]) -> dict[str, FileTensor]:
@@ -52,17 +41,17 @@ def tensors_of(entry: InitFile) -> dict[str, FileTensor]:
         if not (matching := fnmatch.filter(tensors, pattern)):
             raise Invalid(f"has no name that matches {pattern!r} of transpose; it has {listed(sorted(tensors))}")
         for name in matching:
-            dtype, shape = tensors[name].entry
+            shape = tensors[name].shape
             if len(shape) != 2:
                 raise Invalid(f"has {name} {shape}, which is not a matrix, but matches {pattern!r} of transpose")
-            tensors[name] = tensors[name]._replace(entry=Entry(dtype, shape[::-1]), is_transposed=True)
+            tensors[name] = tensors[name]._replace(shape=shape[::-1], is_transposed=True)
     return tensors
 
 
 def _held(path: Path) -> dict[str, FileTensor]:
     first, *files = files_of(path)
     if not files:
-        return {name: FileTensor(first, name, entry) for name, entry in read_header(first).items()}
+        return read_header(first)
     headers = {}
     for file in files:
         try:
@@ -72,7 +61,7 @@ def _held(path: Path) -> dict[str, FileTensor]:
     places = index_of(first)
     if absent := [name for name, file in places.items() if name not in headers[file]]:
         raise Invalid(f"says that {shown(absent[0])} is in {places[absent[0]]}, but {shown(absent[0])} is not there")
-    return {name: FileTensor(first.with_name(file), name, headers[file][name]) for name, file in places.items()}
+    return {name: headers[file][name] for name, file in places.items()}
 
 
 def listed(names: list[str]) -> str:

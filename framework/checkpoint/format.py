@@ -23,14 +23,13 @@ from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
 from framework.checkpoint.state import Natural
+from framework.runtime.files import checksum
 from framework.runtime.plain import Invalid, Plain, first_fault, parse_json, require_file
 from framework.runtime.problem import shown
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from framework.checkpoint.chunks import Chunk
 
 DTYPES = {  # torch's types by safetensors' names
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool",
@@ -52,14 +51,18 @@ def dtype_name(dtype: "torch.dtype") -> str | None:
 # --- headers
 
 
-class Entry(NamedTuple):
-    """A tensor in a file's header."""
+class FileTensor(NamedTuple):
+    """A tensor in a file."""
 
+    path: Path
+    name: str  # the name in the file
     dtype: str  # in safetensors' names: F32, BF16, I64, ...
-    shape: list[int]
+    shape: Sequence[int]  # that the model gets
+    is_transposed: bool = False
+    is_strict: bool = False  # the tensor must fit the model
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, FileTensor]:
     """Return a file's tensors by name. Raise Invalid unless it is a plain safetensors file of the current user or of root.
 
     A link is followed, because the user has named the file.
@@ -87,11 +90,12 @@ def _is_pickled(path: Path) -> bool:
         return file.read(4).startswith((b"PK\3\4", b"\x80"))
 
 
-def _read(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def _read(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
-            return {name: Entry(part.get_dtype(), part.get_shape()) for name, part in slices.items()}, file.metadata() or {}
+            kinds = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+            return {name: FileTensor(path, name, *kind) for name, kind in kinds.items()}, file.metadata() or {}
     except SafetensorError as error:
         raise Invalid(f"is not a safetensors file: {shown(str(error))}") from None
 
@@ -105,13 +109,14 @@ class _Place(Plain):
 _PLACES_OF = TypeAdapter(dict[str, _Place])
 
 
-class StoredChunk(NamedTuple):
-    """A part of a tensor, in a file."""
+class Chunk(NamedTuple):
+    """A box in a tensor: the whole tensor, or the part of it that a rank or a file has."""
 
-    file: str
-    dtype: str
-    offsets: Sequence[int]
-    sizes: Sequence[int]
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str = ""  # these are known for a part in a file
+    file: str = ""
 
     @property
     def ends(self) -> list[int]:
@@ -122,7 +127,7 @@ class StoredChunk(NamedTuple):
 class StoredTensor:
     """A tensor of a checkpoint: its parts, and what they make together."""
 
-    chunks: list[StoredChunk]
+    chunks: list[Chunk]
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -140,18 +145,18 @@ Inventory = Mapping[str, StoredTensor]
 
 def inventory_of(directory: Path, files: Sequence[str]) -> Inventory:
     """Return the tensors in files. Raise Invalid if a file is not safetensors, or does not contain the parts' places."""
-    found: dict[str, list[StoredChunk]] = defaultdict(list)
+    found: dict[str, list[Chunk]] = defaultdict(list)
     for file in files:
         for name, chunk in _chunks_of(directory / file).items():
             found[name].append(chunk)
     return {name: StoredTensor(chunks) for name, chunks in found.items()}
 
 
-def _chunks_of(path: Path) -> dict[str, StoredChunk]:
+def _chunks_of(path: Path) -> dict[str, Chunk]:
     try:
         entries, metadata = _read(path)
         places = _PLACES_OF.validate_python(parse_json(metadata[_PLACES]))
-        return {name: StoredChunk(path.name, entry.dtype, places[name].saved_offsets, entry.shape)
+        return {name: Chunk(name, tuple(places[name].saved_offsets), tuple(entry.shape), entry.dtype, path.name)
                 for name, entry in entries.items()}  # fmt: skip
     except Invalid as error:
         raise Invalid(f"{path.name} {error}") from None
@@ -167,27 +172,27 @@ def check_inventory(inventory: Inventory) -> None:
     The files' sizes then limit the memory that loading can use.
     """
     for name, tensor in inventory.items():
-        if fault := chunks_fault(name, tensor.chunks):
+        if fault := chunks_fault(tensor.chunks):
             raise Invalid(f"{tensor.chunks[0].file}: {shown(name)} {fault}")
 
 
-def chunks_fault(name: str, chunks: Sequence[StoredChunk]) -> str | None:
+def chunks_fault(chunks: Sequence[Chunk]) -> str | None:
     """Return why chunks do not make up one tensor of a run, or None."""
     first = chunks[0]
-    if not name.startswith(_KINDS) or not name.isprintable():
+    if not first.name.startswith(_KINDS) or not first.name.isprintable():
         return "does not belong to the model, the optimizer, the average, the task or a part"
     if first.dtype not in DTYPES or any(chunk.dtype != first.dtype for chunk in chunks):
         return "has a type that torch does not have, or several"
     if any(not len(chunk.offsets) == len(chunk.sizes) == len(first.sizes) for chunk in chunks):
         return "has chunks of different dimensions"
     whole = [max(ends) for ends in zip(*(chunk.ends for chunk in chunks))]
-    filled = sorted((chunk for chunk in chunks if math.prod(chunk.sizes)), key=lambda chunk: list(chunk.offsets))
+    filled = sorted((chunk for chunk in chunks if math.prod(chunk.sizes)), key=lambda chunk: chunk.offsets)
     if sum(math.prod(chunk.sizes) for chunk in filled) != math.prod(whole) or _overlap(filled):
         return "has chunks that do not make up one tensor"
     return None
 
 
-def _overlap(chunks: Sequence[StoredChunk]) -> bool:
+def _overlap(chunks: Sequence[Chunk]) -> bool:
     for number, chunk in enumerate(chunks):
         for other in chunks[number + 1 :]:
             if chunk.sizes and other.offsets[0] >= chunk.ends[0]:
@@ -254,17 +259,9 @@ def _blocks(header: bytes, tensors: "Iterable[Tensor]") -> Iterator[memoryview]:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """Return a file's size and checksum, in a manifest's form. The next block is read while a block is hashed."""
-    from concurrent.futures import ThreadPoolExecutor  # takes 7 ms, which a start without a checkpoint saves
-
-    hashed, size = xxh3_128(), 0
-    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
-        ahead = reader.submit(file.read, _BLOCK)
-        while block := ahead.result():
-            ahead = reader.submit(file.read, _BLOCK)
-            hashed.update(block)
-            size += len(block)
-    return {"size": size, "xxh3_128": hashed.hexdigest()}
+    """Return a file's size and checksum, in a manifest's form."""
+    size, digits = checksum(path, xxh3_128)
+    return {"size": size, "xxh3_128": digits}
 
 
 def read_regions(directory: Path, inventory: Inventory, targets: "Mapping[Chunk, Tensor]") -> None:

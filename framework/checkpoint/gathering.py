@@ -19,7 +19,7 @@ class OnRank0:
     Every rank must iterate over `tensors` to the end, because the iteration is collective.
     """
 
-    kinds: Kinds  # in the order of `tensors`; on other ranks, only the rank's own tensors
+    kinds: Kinds  # in the order of `tensors`
     tensors: Iterator[Tensor]  # on the CPU; empty on the other ranks
 
     def drain(self) -> None:
@@ -28,35 +28,24 @@ class OnRank0:
 
 
 def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
-    """Gather tensors, each from the first rank that has it. Collective. Only rank 0 gets all names."""
-    kinds: dict[str, tuple[torch.dtype, Sequence[int]]] = {name: (value.dtype, value.shape) for name, value in own.items()}
-    senders: dict[str, int] = {}
-
-    def deal(tables: list[Kinds]) -> list[set[str]]:
-        for rank, table in enumerate(tables):
-            for name, kind in table.items():
-                kinds.setdefault(name, kind)
-                senders.setdefault(name, rank)
-        return [{name for name, sender in senders.items() if sender == rank} for rank in range(len(tables))]
-
-    sent = world.agreement.scatter_plan(dict(kinds), deal)
-    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))  # the same order for all names and for a subset
+    """Gather tensors, each from the first rank that has it. Collective."""
+    agreement, found = world.agreement, dict[str, tuple[torch.dtype, Sequence[int], int]]()
+    for rank, table in enumerate(agreement.to_rank_0({name: (value.dtype, value.shape) for name, value in own.items()})):
+        for name, kind in table.items():
+            found.setdefault(name, (*kind, rank))
+    found = agreement.from_rank_0(dict(sorted(found.items(), key=lambda item: (-item[1][0].itemsize, item[0]))))
 
     def stream() -> Iterator[Tensor]:
-        for name in order:
-            if name in own:
-                value = whole(own[name]).detach().to("cpu").contiguous()
-                if world.rank == 0:
-                    yield value
-                elif name in sent:
-                    dist.send(value, dst=0, group=world.agreement.group)
-            else:
-                dtype, shape = kinds[name]
-                received = torch.empty(shape, dtype=dtype)
-                dist.recv(received, src=senders[name], group=world.agreement.group)
-                yield received
+        for name, (dtype, shape, sender) in found.items():
+            value = whole(own[name]).detach().to("cpu").contiguous() if name in own else torch.empty(shape, dtype=dtype)
+            if world.rank == sender != 0:
+                dist.send(value, dst=0, group=agreement.group)
+            elif world.rank == 0:
+                if sender:
+                    dist.recv(value, src=sender, group=agreement.group)
+                yield value
 
-    return OnRank0({name: kinds[name] for name in order}, stream())
+    return OnRank0({name: (dtype, shape) for name, (dtype, shape, _) in found.items()}, stream())
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:

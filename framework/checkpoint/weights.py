@@ -1,7 +1,5 @@
 """Safetensors files of weights: the final weights of a run, or the initial weights of another run, and how they fit a model."""
 
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,7 +9,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from framework.checkpoint.file_tensors import NUM_LISTED, FileTensor, listed, stored_tensors, tensors_of
+from framework.checkpoint.file_tensors import NUM_LISTED, listed, stored_tensors, tensors_of
+from framework.checkpoint.format import FileTensor
 from framework.checkpoint.plain_state import set_extra_state
 from framework.config.init_from import InitFile
 from framework.distributed.world import World
@@ -30,7 +29,6 @@ class Fit:
     fitting: list[str]
     faults: list[str]  # what does not fit, one line each
     misplaced: list[str]  # the names that must fit and do not fit
-    remedy: str  # the remedy, for names that differ in their beginnings
 
     @classmethod
     def of(cls, tensors: Mapping[str, FileTensor], module: nn.Module) -> "Fit":
@@ -41,7 +39,7 @@ class Fit:
         missing = [name for name, tensor in state.items() if id(tensor) not in held]
         fitting, differing = [], {}
         for name in both:
-            entry, tensor = tensors[name].entry, state[name]
+            entry, tensor = tensors[name], state[name]
             is_floating = entry.dtype.startswith(("F", "BF"))
             if entry.shape == list(tensor.shape) and is_floating == tensor.is_floating_point():
                 fitting.append(name)
@@ -50,39 +48,15 @@ class Fit:
                 differing[name] = f"{name} ({entry.dtype} {entry.shape} in the file, {found} in the model)"
         unexpected = {name: name for name in sorted(tensors.keys() - state.keys())}
         for name in list(unexpected)[:NUM_LISTED]:  # comparing all names would take long
-            unexpected[name] = _with_nearest(name, tensors[name].entry.shape, state, missing)
+            near = get_close_matches(name, missing, n=1)
+            unexpected[name] = f"{name} (is it {near[0]}?)" if near else name
         lists = {"missing in the file": missing, "unexpected in the file": list(unexpected.values()),
                  "of another shape or kind": list(differing.values())}  # fmt: skip
         return cls(
             fitting=fitting,
             faults=[f"{what}: {listed(names)}" for what, names in lists.items() if names],
             misplaced=[text for name, text in (unexpected | differing).items() if tensors[name].is_strict],
-            remedy=_remedy(list(unexpected), missing),
         )
-
-
-def _with_nearest(name: str, shape: list[int], state: Mapping[str, Tensor], missing: list[str]) -> str:
-    """Return the name, with the nearest name in the model, if there is one. That name has the same shape and is missing."""
-    free = [other for other in missing if list(state[other].shape) == shape]
-    inner = [other for other in free if other.endswith(f".{name}") or name.endswith(f".{other}")]
-    nearest = inner or get_close_matches(name, free, n=1, cutoff=0.8)
-    return f"{name} (is it {nearest[0]}?)" if nearest else name
-
-
-def _remedy(unexpected: list[str], missing: list[str]) -> str:
-    """Return the option that gives most names a name of the model, if the names differ only in their beginnings."""
-    wanted, found = set(missing), Counter[tuple[str, str]]()
-    for name in unexpected:
-        found.update(("prefix", other.removesuffix(name)) for other in missing if other.endswith(f".{name}"))
-        parts = name.split(".")
-        for depth in range(1, len(parts)):
-            if ".".join(parts[depth:]) in wanted:
-                found["rename", ".".join(parts[:depth]) + "."] += 1
-    if not found:
-        return ""
-    ((option, text), count) = found.most_common(1)[0]
-    value = text if option == "prefix" else f"{{'^{re.escape(text)}': ''}}"
-    return f"{option}: {value} gives {count} of them a name of the model"
 
 
 def load_file(path: Path, module: nn.Module) -> Fit:

@@ -1,5 +1,6 @@
 """`steadfast why RUN`: the origin of a number, how to reproduce it, and how to cite it."""
 
+import hashlib
 import math
 import re
 import shlex
@@ -37,7 +38,7 @@ def why(path: Path) -> list[str]:
     ]
     if directory.weights.is_file():
         whole = directory.has_whole_weights
-        digest = f"sha256 {checksum(directory.weights, 'sha256')[1]}" if whole else "damaged: it is not safetensors"
+        digest = f"sha256 {checksum(directory.weights, hashlib.sha256)[1]}" if whole else "damaged: it is not safetensors"
         lines += aligned([("weights", f"model.safetensors, {digest}")])
     lines += [
         "",

@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from multiprocessing.synchronize import Semaphore
@@ -24,7 +24,7 @@ from framework.runtime.exits import RunEnded
 from framework.runtime.files import open_files
 from framework.runtime.forks import begin_child
 from framework.runtime.preemption import SIGNALS
-from framework.runtime.torch_internals import fate_of_loader, kill_loader, report_what_cannot_be_sent, shut_down_loader
+from framework.runtime.torch_internals import kill_loader, report_what_cannot_be_sent, shut_down_loader
 
 _FORK_S = 5.0  # a new process that has done nothing for so long hangs
 
@@ -113,30 +113,21 @@ class Loader:
             seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(draw)))
             fetched.append(one_by_one(int(sample)))
         seed_generators(key(self.order.seed, at[0], start, part.number))
-        gathered: Any = self.source.gather(samples) if one_by_one is None else self._collated(fetched, samples)
+        numbers = getattr(self.source, "stored", lambda samples: samples)(samples).tolist()
+        gathered: Any = self.source.gather(samples) if one_by_one is None else self._collated(fetched, numbers)
         augment_keys = keys(self.order.seed, "augment", epoch, draws) if is_training and self.is_augmented else None
         inputs, targets = map(as_tensors, gathered)
-        numbers = getattr(self.source, "stored", lambda samples: samples)(samples)
         stored = MicroBatch(part.number, inputs, targets, len(samples), part.start, keys=augment_keys,
-                            samples=numbers.tolist(), split=self.split)  # fmt: skip
+                            samples=numbers, split=self.split)  # fmt: skip
         return stored if self._later else self._transformed(stored, is_training=is_training)
 
-    def _collated(self, fetched: list[Any], samples: np.ndarray) -> Any:
+    def _collated(self, fetched: list[Any], numbers: list[int]) -> Any:
         source: Any = self.source
         try:
             return source.collate(fetched)
         except Exception as error:
-            forms = list(map(_form, fetched))
-            odd = next((number for number, form in enumerate(forms) if forms.count(form) * 2 < len(forms)), None)
-            who = "these samples do not make a batch"
-            if odd is not None:
-                who = f"{self.name_of(samples[odd])} has {forms[odd]}, and most others have {max(forms, key=forms.count)}"
+            who = f"samples {', '.join(map(str, numbers))} of {self.split} do not make a batch (dataset.collate)"
             raise ValueError(f"{who}: {type(error).__name__}: {error}") from error
-
-    def name_of(self, sample: int) -> str:
-        """Return how messages call a sample of the split."""
-        named: str = getattr(self.source, "name_of", lambda index: f"sample {index}")(int(sample))
-        return named
 
     def _transformed(self, stored: MicroBatch, *, is_training: bool) -> MicroBatch:
         inputs, targets = self.dataset.transform(stored.inputs, stored.targets, keys=stored.keys)
@@ -159,7 +150,7 @@ class Loader:
         elif is_evaluation and self._evaluating is not None:
             steps = self._read(iter(self._evaluating))
         else:
-            loader, begun = self._start_processes(positions, fetch, is_kept=is_evaluation)
+            loader, begun = self._start_processes(positions, fetch)
             self._evaluating = loader if is_evaluation else self._evaluating
             steps = self._read(begun)
         if self.device.type == "cuda":
@@ -169,23 +160,20 @@ class Loader:
 
     @staticmethod
     def _read(steps: Iterator[Step | RunEnded]) -> Iterator[Step]:
-        try:
-            for step in steps:
-                if isinstance(step, RunEnded):
-                    raise step
-                yield step
-        except RuntimeError as error:
-            raise fate_of_loader(steps, error) from error
+        for step in steps:
+            if isinstance(step, RunEnded):
+                raise step
+            yield step
 
     def _start_processes(
-        self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step], *, is_kept: bool
+        self, positions: Callable[[], Iterable[int]], fetch: Callable[[int], Step]
     ) -> tuple[DataLoader[int], Iterator[Step | RunEnded]]:
-        """Return a loader and its first iterator. If `is_kept`, the processes serve the later iterators too."""
+        """Return a loader and its first iterator. The processes serve the later iterators too."""
         open_files()
         wait_s = _FORK_S
         while True:
             begun = multiprocessing.get_context("fork").Semaphore(0)
-            loader = self._loader(positions(), fetch, begun, is_kept=is_kept)
+            loader = self._loader(positions(), fetch, begun)
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole group must not kill them
             try:
                 steps = iter(loader)
@@ -198,9 +186,7 @@ class Loader:
             kill_loader(steps)
             wait_s *= 2
 
-    def _loader(
-        self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore, *, is_kept: bool
-    ) -> DataLoader[int]:
+    def _loader(self, positions: Iterable[int], fetch: Callable[[int], Step], begun: Semaphore) -> DataLoader[int]:
         def begin(_: int) -> None:
             begin_child()  # torch's watchdog checks every five seconds, and a queue may break earlier
             report_what_cannot_be_sent()
@@ -221,7 +207,7 @@ class Loader:
             worker_init_fn=begin,
             pin_memory=self.device.type == "cuda",  # in a thread of the reading process
             multiprocessing_context="fork",
-            persistent_workers=is_kept,
+            persistent_workers=True,
         )
 
     def _to_device(self, step: Step) -> Step:
@@ -236,15 +222,6 @@ def as_tensors(stored: Any) -> Any:
     if isinstance(stored, dict):
         return {name: as_tensors(value) for name, value in stored.items()}
     return type(stored)(map(as_tensors, stored)) if type(stored) in (tuple, list) else stored
-
-
-def _form(sample: Any) -> str:
-    """Return the shapes in a sample, in a short text."""
-    if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{name}: {_form(value)}" for name, value in sample.items()) + "}"
-    if isinstance(sample, (tuple, list)):
-        return "(" + ", ".join(map(_form, sample)) + ")"
-    return str(list(sample.shape)) if hasattr(sample, "shape") else type(sample).__name__
 
 
 @dataclass(eq=False)

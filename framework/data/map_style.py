@@ -97,17 +97,11 @@ class OneByOne:
                     raise TypeError("it is None")
                 return sample
             except Exception as error:
-                what = f"{self.name_of(number)}: {type(error).__name__}: {error}"
+                what = f"sample {stored} of {self._split}: {type(error).__name__}: {error}"
                 if not self._skips:
                     raise ValueError(f"{what} (dataset.on_error=skip takes the next one in its place)") from error
                 LOGGER.warning("%s: skipped", what)
         raise ValueError(f"dataset.{self._split}: every sample is damaged")
-
-    def name_of(self, index: int) -> str:
-        """Return how messages call a sample: its number in the dataset, and the dataset's own name for it."""
-        stored = int(self.stored(np.array(index)))
-        name = getattr(self.samples, "name_of", lambda _: "")(stored)
-        return f"sample {stored} of {self._split}" + (f" ({name})" if name else "")
 
     def stored(self, indices: np.ndarray) -> np.ndarray:
         """Return the numbers that samples of this split have in the dataset."""
@@ -141,7 +135,7 @@ class OneByOne:
 
     @property
     def groups(self) -> np.ndarray:
-        """The ends of consecutive groups of samples (shards, concatenated datasets); without groups, the end of all samples."""
+        """The ends of consecutive groups of samples (`ConcatDataset`); without groups, the end of all samples."""
         ends = getattr(self.samples, "cumulative_sizes", None)
         if ends is None:
             return np.array([len(self)])

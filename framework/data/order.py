@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,14 +22,6 @@ class Part(NamedTuple):
     is_padding: bool = False
 
 
-class Numbers(Protocol):
-    """The numbers of an epoch's samples, in order: an array, or an object that returns an array for each slice."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: slice, /) -> np.ndarray: ...
-
-
 @dataclass(kw_only=True, eq=False)
 class Order:
     """The order of samples: `draw(epoch)`, or a permutation, cut into global batches; an epoch's last batch may be short."""
@@ -39,11 +31,12 @@ class Order:
     seed: int
     drop_last: bool
     limit: int | None = None  # batches of an epoch
-    draw: Callable[[int], Numbers] | None = None  # a pure function; all epochs must have the same length
+    draw: Callable[[int], Any] | None = None  # a pure function; all epochs must have the same length
     grow: Callable[[int], int] | None = None  # a pure function of `samples_seen`: a batch's size, at most `global_batch_size`
 
     def __post_init__(self) -> None:
-        self._drawn = drawn = self.num_samples if self.draw is None else len(self._sequence(self.draw(0), 0))
+        self._drawn: int | None = None  # the number of samples of each epoch
+        self._drawn = drawn = self.num_samples if self.draw is None else len(self.numbers(0))
         self.epoch_size = drawn - (drawn % self.global_batch_size if self.drop_last else 0)
         if self.epoch_size == 0:
             raise ValueError(f"drop_last=true leaves no batch of {drawn} samples in batches of "
@@ -51,7 +44,7 @@ class Order:
         if self.limit is not None:
             self.epoch_size = min(self.epoch_size, self.limit * self.global_batch_size)
         self._epoch = -1
-        self._numbers: Numbers = np.empty(0, dtype=np.int64)
+        self._numbers: np.ndarray | Permutation = np.empty(0, dtype=np.int64)
         self._epochs, self._counted = list[int](), 0  # the epoch of each step, and the samples in these steps, if batches grow
 
     def steps_in(self, num_epochs: int) -> int:
@@ -88,44 +81,28 @@ class Order:
         """Return the epoch and the samples' numbers, shape (n,), of the global batch after `samples_seen` samples."""
         epoch, offset = divmod(samples_seen, self.epoch_size)
         if epoch != self._epoch:
-            self._numbers = self._permuted(epoch) if self.draw is None else self._drawn_by(self.draw, epoch)
-            self._epoch = epoch
-        numbers = self._numbers[offset : offset + self.size(samples_seen)]
-        return epoch, numbers if self.draw is None else self._checked(numbers, epoch)
+            self._epoch, self._numbers = epoch, self.numbers(epoch)
+        return epoch, self._numbers[offset : offset + self.size(samples_seen)]
 
-    def check(self, epoch: int) -> None:
-        """Raise Unfit if an epoch of a sampler has another length than the first, or a number that is not a sample's."""
-        if self.draw is not None:
-            self._checked(self._drawn_by(self.draw, epoch)[: self._drawn], epoch)
-
-    def _drawn_by(self, draw: Callable[[int], Numbers], epoch: int) -> Numbers:
+    def numbers(self, epoch: int) -> np.ndarray | Permutation:
+        """Return the numbers of an epoch's samples. Raise Unfit if a sampler's numbers are not those of samples."""
+        if self.draw is None:
+            return self._permuted(epoch)
         try:
-            numbers = self._sequence(draw(epoch), epoch)
-        except RunEnded:
-            raise
+            drawn = np.asarray(self.draw(epoch))
         except Exception as error:
+            if self._drawn is None or isinstance(error, RunEnded):
+                raise
             raise Unfit(f"sampler: epoch {epoch} fails: {error_text(error)}, at {place_of(error)} (see sampler.*)") from error
-        if len(numbers) != self._drawn:
-            what = f"epoch {epoch} has {len(numbers)} samples, and epoch 0 has {self._drawn}"
-            raise Unfit(f"sampler: {what} (all epochs must have the same length)")
-        return numbers
-
-    @staticmethod
-    def _sequence(numbers: Any, epoch: int) -> Numbers:
-        if not (hasattr(numbers, "__len__") and hasattr(numbers, "__getitem__")):
-            what = f"epoch {epoch} is a {type(numbers).__name__}, which has no length or no slices"
-            raise Unfit(f"sampler: {what} (a list or an array of the numbers of samples)")
-        return numbers  # type: ignore[no-any-return]
-
-    def _checked(self, drawn: Any, epoch: int) -> np.ndarray:
-        """Return a sampler's numbers as an array. Unfit if one of them is not the number of a sample."""
-        numbers = np.asarray(drawn)
-        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iuf"):
-            what = f"epoch {epoch} has {numbers.dtype} of shape {list(numbers.shape)}"
+        if drawn.ndim != 1 or (drawn.size and drawn.dtype.kind not in "iuf"):
+            what = f"epoch {epoch} has {drawn.dtype} of shape {list(drawn.shape)}"
             raise Unfit(f"sampler: {what} (a list or an array of the numbers of samples; np.flatnonzero of a mask)")
+        if self._drawn not in (None, len(drawn)):
+            what = f"epoch {epoch} has {len(drawn)} samples, and epoch 0 has {self._drawn}"
+            raise Unfit(f"sampler: {what} (all epochs must have the same length)")
         with np.errstate(invalid="ignore"):
-            whole = numbers.astype(np.int64)
-        odd = numbers[(whole != numbers) | (whole < 0) | (whole >= self.num_samples)]
+            whole = drawn.astype(np.int64)
+        odd = drawn[(whole != drawn) | (whole < 0) | (whole >= self.num_samples)]
         if odd.size:
             what = f"epoch {epoch} has the sample {odd[0]}, and the samples are 0 to {self.num_samples - 1}"
             raise Unfit(f"sampler: {what} (numbers of samples)")
@@ -140,7 +117,7 @@ class Order:
         offset = samples_seen % self.epoch_size
         return np.arange(offset, offset + self.size(samples_seen))
 
-    def _permuted(self, epoch: int) -> Numbers:
+    def _permuted(self, epoch: int) -> np.ndarray | Permutation:
         if self.num_samples > _MOST_KEPT:
             return Permutation(self.num_samples, seed=self.seed, epoch=epoch)
         # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed with any numpy version

@@ -71,7 +71,6 @@ class Selected:
             self.collate = source.collate  # type: ignore[attr-defined]
         if hasattr(source, "stored"):
             self.stored = lambda indices: source.stored(numbers[indices])
-            self.name_of = lambda index: source.name_of(int(numbers[index]))  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self._numbers)

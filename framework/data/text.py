@@ -2,7 +2,7 @@
 
 import os
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -139,18 +139,20 @@ class Tokenizer:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
 
-class TokenizedRecord:
-    """A function from a record with text to a language-modelling sample, for `decode` of shards (framework/data/shards.py).
+class TokenizedRecords:
+    """A `collate` for records with text (dataset=map_style): it makes language-modelling samples of them.
 
-    Inputs and targets are int64 (length,). A longer text is cut; after the end of a shorter text, the targets do not count.
+    Inputs and targets are int64 (B, length). A longer text is cut; after the end of a shorter text, the targets do not count.
     """
 
     def __init__(self, *, tokenizer: str, length: int, field: str = "text") -> None:
         self._tokenizer, self.length, self.field = Tokenizer(tokenizer), length, field
 
-    def __call__(self, record: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        ids = self._tokenizer.encode(record[self.field])[: self.length + 1].astype(np.int64)
-        inputs, targets = np.zeros(self.length, np.int64), np.full(self.length, _IGNORED, np.int64)
-        known = max(0, len(ids) - 1)
-        inputs[:known], targets[:known] = ids[:-1], ids[1:]
+    def __call__(self, records: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+        shape = (len(records), self.length)
+        inputs, targets = np.zeros(shape, np.int64), np.full(shape, _IGNORED, np.int64)
+        for number, record in enumerate(records):
+            ids = self._tokenizer.encode(record[self.field])[: self.length + 1].astype(np.int64)
+            known = max(0, len(ids) - 1)
+            inputs[number, :known], targets[number, :known] = ids[:-1], ids[1:]
         return inputs, targets

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from framework.runtime.exits import DiskFailed
 from framework.runtime.plain import Invalid
-from framework.runtime.torch_internals import packed_object, unpacked_object
 
 _Result = TypeVar("_Result")
 
@@ -38,10 +37,7 @@ class Agreement:
 
         Use it for small values: the size of the result grows with the number of ranks. See `distinct` and `to_rank_0`.
         """
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(values, value, group=self.group)
+        values: list[Any] = self.from_rank_0(self.to_rank_0(value))
         return values
 
     def distinct(self, value: Any) -> dict[int, Any]:
@@ -74,13 +70,9 @@ class Agreement:
         """Return every rank's `value`, in rank order, on rank 0. Return [] on the other ranks. Collective."""
         if self.group is None:
             return [value]
-        packed = packed_object(value)
-        longest = self._reduced(torch.tensor(packed.numel()), dist.ReduceOp.MAX)
-        padded = torch.zeros(int(longest), dtype=torch.uint8)
-        padded[: packed.numel()] = packed
-        parts = [torch.empty_like(padded) for _ in range(self.group.size())] if self.group.rank() == 0 else None
-        dist.gather(padded, parts, dst=0, group=self.group)
-        return [unpacked_object(part) for part in parts or []]
+        values: list[Any] | None = [None] * self.group.size() if self.group.rank() == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
 
     def scatter_plan(self, value: Any, deal: Callable[[list[Any]], list[Any]]) -> Any:
         """Return this rank's item of the result of `deal`, which rank 0 calls with every rank's `value`, in rank order.

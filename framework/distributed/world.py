@@ -79,10 +79,8 @@ class World:
         if world_size > 1:
             if world_size == environment.local_world_size:
                 variables().setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines need no connection
-            # a rank connects only to the ranks that it communicates with, and asks the store for no other ranks; in torch 2.10,
-            # the first message fails if only one side sends
-            if torch.__version__ >= "2.11":
-                variables().setdefault("TORCH_GLOO_LAZY_INIT", "1")
+            # a rank connects only to the ranks that it communicates with, and asks the store for no other ranks
+            variables().setdefault("TORCH_GLOO_LAZY_INIT", "1")
             store = attempt_store(environment, scratch=scratch, timeout=timeout)
             require_one_kind(devices[0].type, store, world_size=world_size, timeout=timeout)
             groups.join(store)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from rich.cells import cell_len
+
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import in_digits, is_curve
-from framework.runtime.wrapping import columns_of
 
 _NARROWEST = 10  # the minimum width of a number, in columns
 
@@ -34,7 +35,7 @@ class EvaluationTable:
         numbers = {name: in_digits(row[name]) + ("*" if name == starred else " ") for name in columns}
         head = [
             f"{'step':>{self._of_step}}  split",
-            *(f"{' ' * (_width(name) - 1 - columns_of(name))}{name} " for name in columns),
+            *(f"{' ' * (_width(name) - 1 - cell_len(name))}{name} " for name in columns),
         ]
         cells = [f"{row['step']:>{self._of_step}}  {row['split']:5}", *(f"{numbers[name]:>{_width(name)}}" for name in columns)]
         has_header, self._columns = columns == self._columns, columns
@@ -49,4 +50,4 @@ class EvaluationTable:
 
 
 def _width(name: str) -> int:
-    return max(columns_of(name), _NARROWEST) + 1  # + 1 for the star
+    return max(cell_len(name), _NARROWEST) + 1  # + 1 for the star

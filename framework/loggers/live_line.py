@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import in_digits, is_curve
-from framework.runtime.wrapping import columns_of
 
 _WIDEST_BAR = 40  # in columns
 _BARS = (20, 10, 6, 0)  # the minimum columns of the bar, from much space to little space
@@ -72,7 +72,7 @@ def fitted(forms: Mapping[str, Sequence[str]], *, width: int) -> tuple[int, str]
         gap = "  "[taken["gap"] :]
         words = gap.join(filter(None, (forms[field][taken[field]] for field in _FIELDS)))
         least = _BARS[taken["bar"]]
-        size = columns_of(words)
+        size = cell_len(words)
         if size + least + bool(least) <= width or not name:
             break
         taken[name] += 1

@@ -10,7 +10,7 @@ from framework.config.folders import option_of
 from framework.loggers.sink import RunInfo
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.facts import say
-from framework.runtime.log import LOGGER, log_wrapped
+from framework.runtime.log import LOGGER
 from framework.training.loop import Trainer
 from framework.training.stored_samples import stored_samples
 
@@ -46,8 +46,8 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
     if world.rank == 0:
         share = "" if num_trained == num_parameters else f"{num_trained:,} of "
         steps = f"{info.total_steps} step{'s' * (info.total_steps != 1)}"
-        log_wrapped(f"training {share}{num_parameters:,} parameters for {steps} on {world.world_size} x "
-                    f"{world.device.type}, in {directory.path}", hang=2)  # fmt: skip
+        LOGGER.info("training %s%s parameters for %s on %d x %s, in %s", share, f"{num_parameters:,}", steps,
+                    world.world_size, world.device.type, directory.path)  # fmt: skip
         say(_facts(trainer, build, places))
         _warn_of_low_rate(trainer)
         kinds = batch_dependent_layers(trainer.engine.module)

@@ -31,7 +31,7 @@ from framework.runs.metrics_file import iterate_rows, numbers_of, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, headline
 from framework.runtime.files import flush_directory, replacing
-from framework.runtime.log import LOGGER, log_wrapped
+from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid, require_file
 from framework.runtime.preemption import PREEMPTION
 from framework.training.loop import Trainer
@@ -62,7 +62,7 @@ def train(build: Builder) -> Exit:
         _close_record(trainer, "finished" if is_finished else "preempted")
         if is_finished and world.rank == 0:  # last, so that no part of a terminal's live line is below it
             written = [path.name for path in (directory.weights, directory.metrics, directory.curves) if path.exists()]
-            log_wrapped(f"finished: {', '.join(written[:-1])} and {written[-1]} are in {directory.path}", hang=2)
+            LOGGER.info("finished: %s and %s are in %s", ", ".join(written[:-1]), written[-1], directory.path)
             say(result(directory, root=build.config.run.root))
         return Exit.FINISHED if is_finished else Exit.PREEMPTED
     except RunEnded as end:

@@ -154,7 +154,7 @@ def _check_init(model: nn.Module, init_from: Any) -> list[Problem]:
     what = f"not all of it fits this model, but strict is true: {'; '.join(fit.misplaced)}" if fit.misplaced else ""
     if not fit.fitting:
         what = f"nothing in {', '.join(entry.file for entry in entries)} fits this model"
-    return [Problem("model.init_from", what, "; ".join([*filter(None, [fit.remedy]), *fit.faults]))] if what else []
+    return [Problem("model.init_from", what, "; ".join(["its prefix and rename change names", *fit.faults]))] if what else []
 
 
 def _check_metrics(nodes: dict[str, Node], *, num_processes: int) -> list[Problem]:

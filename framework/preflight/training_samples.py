@@ -96,7 +96,7 @@ class TrainingSamples:
         until = time.monotonic() + _EPOCHS_S
         for epoch in range(-(-steps * order.global_batch_size // order.epoch_size)):
             with blamed("sampler", f"its epoch {epoch} fails", "see sampler.*"):
-                order.check(epoch)
+                order.numbers(epoch)
             if time.monotonic() > until:
                 return
 

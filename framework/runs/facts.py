@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import in_digits, is_curve
 from framework.runtime.environment import variables
-from framework.runtime.log import LOGGER, log_wrapped
+from framework.runtime.log import LOGGER
 from framework.runtime.program import program, typed_override
 
 Facts = Iterable[tuple[str, str]]  # labels and texts; a fact without a label belongs to the label above
@@ -26,13 +26,9 @@ def is_brief() -> bool:
 
 
 def say(facts: Facts) -> None:
-    """Log facts, unless this process must be brief. Commands are not wrapped, so that the user can paste them."""
+    """Log facts, unless this process must be brief."""
     for label, text in [] if is_brief() else facts:
-        line = f"  {label:<{_LABEL}}{text}"
-        if text.startswith(program()):
-            LOGGER.info("%s", line)
-        else:
-            log_wrapped(line, hang=2 + _LABEL)
+        LOGGER.info("%s", f"  {label:<{_LABEL}}{text}")
 
 
 def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import textwrap
 from collections.abc import Container, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,6 @@ from framework.runs.metrics_file import Row, last_rows
 from framework.runs.report import count_states, name_below, number, printable
 from framework.runs.status import Standing, standings
 from framework.runtime.lock import Lock
-from framework.runtime.wrapping import wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -80,12 +80,14 @@ def _lines(rows: Sequence[Cells], *, width: float, line: str) -> list[tuple[str,
         lines.append((joined(row), row["state"]))
         below = [text if name == "differs" else f"{name} {text}" for name in sizes
                  if name not in shown and (text := row.get(name))]  # fmt: skip
-        lines += [(text, "") for text in _wrapped(below, width)]
+        lines += [(line, "") for text in below for line in _wrapped(text, int(width))]
     return lines
 
 
-def _wrapped(texts: Sequence[str], width: float) -> list[str]:
-    return [line for text in texts for line in wrapped(text, int(width), first=_INDENT, other=_INDENT)]
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _coloured(text: "Text", state: str) -> "Text":

@@ -86,8 +86,7 @@ def _headline(error: Exception) -> str:
 _LESS_MEMORY = "less memory is needed with a smaller micro_batch_size, trainer.activation_checkpointing=true, or parallel=fsdp"
 
 
-# the first form is this framework's, the second is that of torch's signal handler
-_LOADER = re.compile(r"(?:a loader process died: |DataLoader worker \(pid [\d, ]+\) is )(\w[^.]*)")
+_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is )?(\w[^.]*)")
 _LOADER_REMEDY = ("if memory or /dev/shm is full, fewer dataset.num_workers help; with dataset.num_workers=0, a crash of the "
                   "dataset's own code happens in the process of the rank")  # fmt: skip
 

@@ -9,9 +9,10 @@ import resource
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -73,11 +74,11 @@ def write_atomically(path: Path, text: str, *, is_flushed: bool = True) -> None:
         beside.write_text(text)
 
 
-def checksum(path: Path, algorithm: str = "blake2b") -> tuple[int, str]:
+def checksum(path: Path, new: Callable[[], Any] = hashlib.blake2b) -> tuple[int, str]:
     """Return a file's size in bytes and its digest in hexadecimal digits (`b2sum` and `sha256sum` print the same digits)."""
-    digest, size = hashlib.new(algorithm), 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
+    digest, size = new(), 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(8 << 20):
             digest.update(block)
             size += len(block)
     return size, digest.hexdigest()

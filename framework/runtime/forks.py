@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO, Any, TypeVar
 
@@ -30,21 +31,18 @@ def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
     A process continues as the thread that forks it. A team of OpenMP belongs to the thread that has used it and does not
     survive a fork: a process that is forked by such a thread waits forever at its first parallel loop.
     """
-    result: list[Outcome] = []
-    failure: list[BaseException] = []
+    outcome: Future[Outcome] = Future()
 
     def run() -> None:
         try:
-            result.append(work())
+            outcome.set_result(work())
         except BaseException as error:
-            failure.append(error)
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="fork")
     thread.start()
     thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+    return outcome.result()
 
 
 # --- processes that do nothing

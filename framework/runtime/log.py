@@ -13,7 +13,6 @@ from typing import Any
 from framework.runtime.environment import variables
 from framework.runtime.exits import Exit
 from framework.runtime.secrets import Redacting
-from framework.runtime.wrapping import columns_of, wrapped
 
 LOGGER = logging.getLogger("steadfast")
 
@@ -49,11 +48,6 @@ def log_file(path: Path, *, who: str = "launcher") -> Iterator[None]:
         handler.close()
 
 
-def log_wrapped(text: str, *, hang: int) -> None:
-    """Log one line. A terminal wraps it at words and indents its later lines by `hang` columns; files keep it as one line."""
-    LOGGER.info("%s", text, extra={"hang": hang})
-
-
 def to_files(text: str, *, level: int = logging.ERROR) -> None:
     """Log to the files only: a traceback (the console gets the headline), or text that a terminal shows in another form."""
     for handler in LOGGER.handlers:
@@ -79,13 +73,7 @@ class _Console(logging.Formatter):
     """A formatter that shows rank and level of warnings and errors only."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        text = super().formatMessage(record) if record.levelno >= logging.WARNING else record.message
-        hang = getattr(record, "hang", None)
-        with suppress(OSError, ValueError):  # the stream is not a terminal, or is closed
-            if hang is not None and columns_of(text) > (width := os.get_terminal_size(sys.stderr.fileno()).columns) > 0:
-                indent = text[: len(text) - len(text.lstrip())]
-                return "\n".join(wrapped(text.lstrip(), max(40, width), first=indent, other=" " * hang))
-        return text
+        return super().formatMessage(record) if record.levelno >= logging.WARNING else record.message
 
 
 def speak(run: Callable[[list[str]], int], arguments: list[str]) -> int:

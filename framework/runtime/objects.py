@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +16,6 @@ from framework.runtime.problem import Problem, extra_with, install_command
 Answer = TypeVar("Answer")
 _PATIENCE_S = 60.0
 _SLOWEST = 250_000  # bytes per second
-_STOPPED = "stopped before everything was fetched; the same command continues"
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated")  # by protocol
 
 
@@ -65,39 +63,34 @@ class Objects:
     """
 
     def __init__(self, url: str, *, heeds_signals: bool = False) -> None:
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.core import url_to_fs
+
         self.url, self._heeds_signals = url.rstrip("/"), heeds_signals
-
-        def opened() -> tuple[Any, str, bool]:
-            from fsspec.asyn import AsyncFileSystem
-            from fsspec.core import url_to_fs
-
-            file_system, root = url_to_fs(self.url, use_listings_cache=False)
-            return file_system, root, not isinstance(file_system, AsyncFileSystem)  # True: a file system, which can rename
-
-        self._fs, self._root, self._has_folders = self._answer("opened", opened)
+        self._fs, self._root = self._answer("opened", lambda _: url_to_fs(self.url, use_listings_cache=False))
+        self._has_folders = not isinstance(self._fs, AsyncFileSystem)  # a file system, which can rename
 
     def listing(self, folder: str = "") -> dict[str, ObjectFacts]:
         """Return the objects below a folder, by name; those with names that match, if it is a pattern (`*.tar`)."""
         find = "glob" if "*" in folder else "find"
         what = f"listed{folder and f': {folder}'}"
-        found = self._answer(what, lambda: getattr(self._fs, find)(self._path(folder), detail=True))
+        found = self._answer(what, lambda _: getattr(self._fs, find)(self._path(folder), detail=True))
         files = {name: info for name, info in found.items() if info["type"] == "file" and not name.endswith("/")}
         named = {name.removeprefix(self._root).strip("/"): info for name, info in files.items()}
         return {name: ObjectFacts(info["size"], _version(info)) for name, info in sorted(named.items())}
 
     def read(self, name: str) -> bytes | None:
         """Return an object's content, or None if the object does not exist."""
-
-        def read() -> bytes | None:
-            with suppress(FileNotFoundError):
-                return bytes(self._fs.cat_file(self._path(name)))
-            return None
-
-        return self._answer(f"read: {name}", read)
+        try:
+            return bytes(self._answer(f"read: {name}", lambda _: self._fs.cat_file(self._path(name))))
+        except StoreFailed as failure:
+            if isinstance(failure.__cause__, FileNotFoundError):
+                return None
+            raise
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object. The object may exist already."""
-        self._answer(f"written: {name}", lambda: self._whole(name, lambda path: self._fs.pipe_file(path, content)))
+        self._answer(f"written: {name}", lambda _: self._whole(name, lambda path: self._fs.pipe_file(path, content)))
 
     def create(self, name: str, content: bytes) -> bool:
         """Write an object that must not exist. If several processes try together, one succeeds. Return whether this one did.
@@ -106,7 +99,7 @@ class Objects:
         """
         path = self._path(name)
 
-        def create() -> None:
+        def create(_: Any) -> None:
             if self._has_folders:
                 self._fs.makedirs(self._fs._parent(path), exist_ok=True)
                 with self._fs.open(path, "xb") as file:  # its pipe_file looks first and then writes
@@ -125,28 +118,22 @@ class Objects:
 
     def put(self, path: Path, name: str) -> None:
         """Copy a file into an object. The object may exist already."""
-
-        def put() -> None:
-            self._whole(name, lambda target: self._fs.put_file(str(path), target, callback=transfer))
-
-        transfer = _transfer(path.stat().st_size)  # a store may take a file as one request, without reports
-        self._answer(f"written: {name}", put, transfer)
+        num_bytes = path.stat().st_size  # a store may take a file as one request, without reports
+        self._answer(f"written: {name}", lambda transfer: self._whole(
+            name, lambda target: self._fs.put_file(str(path), target, callback=transfer)), num_bytes=num_bytes)  # fmt: skip
 
     def get(self, name: str, path: Path) -> None:
         """Copy an object into a new file."""
-        if self._heeds_signals and PREEMPTION.requested:
-            raise Interrupted(_STOPPED)
-        transfer = _transfer()
-        self._answer(f"read: {name}", lambda: self._fs.get_file(self._path(name), str(path), callback=transfer), transfer)
+        self._heed_signals()
+        self._answer(f"read: {name}", lambda transfer: self._fs.get_file(self._path(name), str(path), callback=transfer))
 
     def remove(self, name: str) -> None:
         """Remove an object, if it exists."""
-
-        def remove() -> None:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(name))
-
-        self._answer(f"removed: {name}", remove)
+        try:
+            self._answer(f"removed: {name}", lambda _: self._fs.rm_file(self._path(name)))
+        except StoreFailed as failure:
+            if not isinstance(failure.__cause__, FileNotFoundError):
+                raise
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
@@ -161,42 +148,41 @@ class Objects:
         write(f"{path}.part")
         self._fs.mv(f"{path}.part", path)
 
-    def _answer(self, what: str, work: Callable[[], Answer], transfer: Any = None) -> Answer:
-        """Return the store's answer. Ask in a separate thread, because a silent store would block this thread forever."""
+    def _heed_signals(self) -> None:
+        if self._heeds_signals and PREEMPTION.requested:
+            raise Interrupted("stopped before everything was fetched; the same command continues")
+
+    def _answer(self, what: str, work: Callable[[Any], Answer], *, num_bytes: int = 0) -> Answer:
+        """Return the store's answer. Ask in a separate thread, because a silent store would block this thread forever.
+
+        `work` gets fsspec's callback of a transfer, which notes when the store last moved a byte.
+        """
+        from fsspec.callbacks import Callback
+
         answer: Future[Answer] = Future()
+        moved_at, patience_s = time.monotonic(), _PATIENCE_S + num_bytes / _SLOWEST
+
+        def move(*_: Any, **__: Any) -> None:
+            nonlocal moved_at
+            moved_at = time.monotonic()
 
         def ask() -> None:
             try:
-                answer.set_result(work())
+                answer.set_result(work(Callback(hooks={"moved": move})))
             except Exception as error:  # errors of botocore, aiohttp, google.auth, ...
                 answer.set_exception(error)
 
-        transfer = transfer or _transfer()
         threading.Thread(target=ask, daemon=True).start()
         while not wait([answer], timeout=0.1).done:
-            if self._heeds_signals and PREEMPTION.requested:
-                raise Interrupted(_STOPPED)
-            if time.monotonic() - transfer.moved_at > transfer.patience_s:
-                raise StoreFailed(f"{self.url} cannot be {what}: no answer in {transfer.patience_s:.0f} s")
+            self._heed_signals()
+            if time.monotonic() - moved_at > patience_s:
+                raise StoreFailed(f"{self.url} cannot be {what}: no answer in {patience_s:.0f} s")
         if (error := answer.exception()) is not None:
             said = " ".join(str(error).split())[:300] or type(error).__name__
             lacks_right = "Credentials" in type(error).__name__
             is_wrong = lacks_right or isinstance(error, (FileNotFoundError, PermissionError, ValueError, ImportError))
             raise StoreFailed(f"{self.url} cannot be {what}: {said}", is_wrong=is_wrong) from error
         return answer.result()
-
-
-def _transfer(num_bytes: int = 0) -> Any:
-    """Return fsspec's callback of a transfer. It knows when the store last moved a byte, and how long it may be silent."""
-    from fsspec.callbacks import Callback
-
-    def move(*_: Any, **__: Any) -> None:
-        transfer.moved_at = time.monotonic()
-
-    transfer = Callback(hooks={"moved": move})
-    transfer.patience_s = _PATIENCE_S + num_bytes / _SLOWEST
-    move()
-    return transfer
 
 
 def _version(info: dict[str, Any]) -> str:

@@ -127,16 +127,6 @@ def set_group_timeout(timeout: timedelta) -> None:
 NCCL_LATER = timedelta(minutes=1)  # NCCL's watchdog aborts the process; other ranks must report before which rank hangs
 
 
-def packed_object(value: Any) -> Tensor:
-    """Return an object as bytes for a CPU group, in the format of torch's own collectives of objects."""
-    return distributed_c10d._object_to_tensor(value, torch.device("cpu"), None)[0]  # type: ignore[no-untyped-call,no-any-return]
-
-
-def unpacked_object(packed: Tensor) -> Any:
-    """Return the object of `packed_object`. More bytes may follow the object."""
-    return distributed_c10d._tensor_to_object(packed, packed.numel(), None)  # type: ignore[no-untyped-call]
-
-
 # torch 2.13 has renamed these functions
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -167,18 +157,6 @@ def report_what_cannot_be_sent() -> None:
         queue.put((item[0], ExceptionWrapper(fault, where="sending a batch from a loader process")))
 
     Queue._on_queue_feeder_error = put_error  # type: ignore[attr-defined]
-
-
-def fate_of_loader(steps: Any, error: RuntimeError) -> RuntimeError:
-    """Return the error of a reader of a DataLoader's iterator; if a process has died, with how it ended."""
-    if "exited unexpectedly" not in str(error):
-        return error
-    codes = [process.exitcode for process in steps._workers if process.exitcode]
-    ends = [f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}" for code in codes]
-    return RuntimeError(f"{LOADER_DIED} {' and '.join(dict.fromkeys(ends)) or 'ended'}")
-
-
-LOADER_DIED = "a loader process died:"
 
 
 def shut_down_loader(steps: Iterator[Any]) -> None:
@@ -233,7 +211,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def end_workers(self, signum: signal.Signals, *, timeout_s: int = 30) -> None:
         """Send the workers a signal, and kill the workers that remain after the time-out."""
-        if self._pcontext is not None:  # not `_shutdown`, which takes no time-out before torch 2.11
+        if self._pcontext is not None:
             self._pcontext.close(signum, timeout_s)
 
     def signal_workers(self, signum: signal.Signals) -> None:
@@ -259,15 +237,6 @@ def greet_others_only(stage: Any, *, rank: int) -> None:
         return
     greetings = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != rank]
-
-
-def gpipe(stage: Any, num_micro_batches: int, **options: Any) -> Any:
-    """Return a GPipe schedule. It may have fewer micro-batches than stages: torch 2.10 refuses this, but can run it."""
-    from torch.distributed.pipelining import ScheduleGPipe
-
-    schedule = ScheduleGPipe(stage, max(num_micro_batches, stage.num_stages), **options)
-    schedule._n_microbatches = num_micro_batches
-    return schedule
 
 
 def is_single_stage(schedule: Any) -> bool:

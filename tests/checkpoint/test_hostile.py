@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.format import StoredChunk, chunks_fault, digest
+from framework.checkpoint.format import Chunk, chunks_fault, digest
 from framework.checkpoint.manifest import MANIFEST, read_state, step_of
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
@@ -507,5 +507,5 @@ def test_a_run_directory_that_leads_elsewhere_is_refused(kind: str, name: str, e
     ],
 )
 def test_chunks_make_up_a_tensor_or_not(parts: list[tuple[list[int], list[int]]], is_whole: bool) -> None:
-    chunks = [StoredChunk("file", "F32", offsets, sizes) for offsets, sizes in parts]
-    assert (chunks_fault("model/x", chunks) is None) == is_whole
+    chunks = [Chunk("model/x", offsets, sizes, "F32", "file") for offsets, sizes in parts]
+    assert (chunks_fault(chunks) is None) == is_whole

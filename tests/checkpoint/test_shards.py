@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 
 from framework.checkpoint import format
-from framework.checkpoint.chunks import Chunk, WritePlan, chunks_of, deal
-from framework.checkpoint.format import digest, inventory_of, read_regions, write_shard
+from framework.checkpoint.chunks import WritePlan, chunk_of, chunks_of, deal
+from framework.checkpoint.format import Chunk, digest, inventory_of, read_regions, write_shard
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
@@ -41,7 +41,7 @@ TENSORS = {
 
 
 def chunked(tensors: dict[str, Tensor]) -> dict[Chunk, Tensor]:
-    return {Chunk.of(name, tensor): tensor for name, tensor in tensors.items()}
+    return {chunk_of(name, tensor): tensor for name, tensor in tensors.items()}
 
 
 def empty_like(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -183,8 +183,7 @@ def test_a_save_takes_no_memory_beside_the_state(tmp_path: Path) -> None:
     program = f"""
 import resource, sys, torch
 from pathlib import Path
-from framework.checkpoint.chunks import Chunk
-from framework.checkpoint.format import digest, write_shard
+from framework.checkpoint.format import Chunk, digest, write_shard
 def write(name, size):
     write_shard(Path({str(tmp_path)!r}, name), {{Chunk("model/x", (0,), (size,)): torch.ones(size)}})
     digest(Path({str(tmp_path)!r}, name))

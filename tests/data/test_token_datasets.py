@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from framework.data.shards import Tables
 from framework.data.source import Source
-from framework.data.text import Text, TokenizedRecord
+from framework.data.text import Text, TokenizedRecords
 from framework.data.tokens import Tokens
 from tests.harness import assert_close, finished
 
@@ -177,10 +176,9 @@ def test_text_is_the_tokens_of_a_tokenizer(tokenizer: Path, tmp_path: Path):
         Text(root=str(tmp_path), pattern="short.py", seq_len=count, tokenizer=str(tokenizer)).load("test")
 
 
-def test_records_become_samples_whose_filler_does_not_count(tokenizer: Path, tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"text": "def f():"}\n{"text": "' + "import json; " * 20 + '"}\n{"text": ""}\n')
-    decode = TokenizedRecord(tokenizer=str(tokenizer), length=12)
-    short, long, none = (Tables(str(tmp_path / "*.jsonl"), decode=decode)[number] for number in range(3))
+def test_records_become_samples_whose_filler_does_not_count(tokenizer: Path):
+    collate = TokenizedRecords(tokenizer=str(tokenizer), length=12)
+    short, long, none = zip(*collate([{"text": "def f():"}, {"text": "import json; " * 20}, {"text": ""}]))
     known = int((short[1] != -100).sum())
     assert 0 < known < 12 and (short[1][known:] == -100).all() and np.array_equal(short[0][1:known], short[1][: known - 1])
     assert (long[1] != -100).all() and np.array_equal(long[0][1:], long[1][:-1]) and (none[1] == -100).all()

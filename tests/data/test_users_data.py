@@ -73,16 +73,16 @@ def test_loader_processes_do_not_move_each_others_place_in_an_open_file(bufferin
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sampler_that_breaks_its_contract_ends_the_run_from_a_loader_process_too(num_workers: int) -> None:
-    made = loader_of(Points, num_workers=num_workers, draw=Epochs("beyond").epoch)
-    with pytest.raises(Unfit, match=r"^sampler: epoch 0 has the sample 4\d, and the samples are 0 to 39"):
-        inputs_of(made, 4)
+    made = loader_of(Points, num_workers=num_workers, draw=Epochs("none").epoch)
+    with pytest.raises(Unfit, match=r"^sampler: epoch 2 has object of shape \[\]"):
+        inputs_of(made, 40)
     made.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_of_another_shape_is_named(num_workers: int) -> None:
     made = loader_of(partial(Odd, n=40, size=11, at=17), num_workers=num_workers)
-    with pytest.raises(ValueError, match=r"sample 17 of train has \(\[11\], int\), and most others have \(\[12\], int\)"):
+    with pytest.raises(ValueError, match=r"samples .*17.* of train do not make a batch"):
         inputs_of(made, 4)
     made.close()
 
@@ -92,9 +92,10 @@ def test_a_loader_process_that_is_killed_is_reported_with_its_signal_and_a_remed
     with pytest.raises(RuntimeError) as caught:
         inputs_of(made, 4)
     made.close()
-    assert headline(caught.value).startswith("a loader process died: killed by SIGKILL (if memory or /dev/shm is full")
-    by_torch = RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. ")
-    assert headline(by_torch).startswith("a loader process died: killed by signal: Killed (if memory")
+    assert headline(caught.value).startswith("a loader process died: "), headline(caught.value)
+    for how in ("(pid 17) is killed by signal: Killed. ", "(pid(s) 17, 18) exited unexpectedly"):
+        said = headline(RuntimeError(f"DataLoader worker {how}"))
+        assert "died: killed by signal: Killed (if memory or" in said or "died: exited unexpectedly (if memory or" in said
 
 
 def test_a_sample_that_is_none_is_damaged_unless_a_collate_function_takes_it() -> None:

@@ -197,6 +197,6 @@ def test_a_disk_that_is_full_on_rank_0_leaves_no_rank_waiting(tmp_path: Path) ->
             return str(error)
         finally:
             found.drain()
-        return f"{len(found.kinds)} of my own"
+        return f"{len(found.kinds)} of all"
 
-    assert on_ranks(3, act, scratch=tmp_path) == ["No space left on device", "3 of my own", "3 of my own"]
+    assert on_ranks(3, act, scratch=tmp_path) == ["No space left on device", "9 of all", "9 of all"]

@@ -99,16 +99,13 @@ class Board:
         self.has_judged = True
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Yield whether no other living process is inside this context."""
-        with suppress(BlockingIOError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                yield True
-            finally:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            return
-        yield False
+    def alone(self) -> Iterator[None]:
+        """Wait until no other living process is inside this context."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _text(self, at: int, size: int) -> str:
         return os.pread(self._descriptor, size, at).partition(b"\0")[0].decode(errors="replace")

@@ -120,12 +120,10 @@ def look(board: Board, *, timeout_s: float, spans_nodes: bool) -> str:
     the log, and posts the verdict. The other processes wait for the verdict. A process that is not a rank calls this if no
     rank can find the verdict, or if ranks of another node wait for this node.
     """
-    while not board.verdict:
-        with board.alone() as is_first:
-            if is_first and not board.verdict and not _judge_all(board, timeout_s=timeout_s, spans_nodes=spans_nodes):
-                return ""  # the next process finds the same result
-        time.sleep(0.02)
-    return board.verdict
+    with board.alone():
+        if not board.verdict:
+            _judge_all(board, timeout_s=timeout_s, spans_nodes=spans_nodes)
+        return board.verdict  # empty: the next process finds the same result
 
 
 def kill_silent(board: Board) -> None:
@@ -161,12 +159,12 @@ def _process_state(slot: RankSlot) -> str:
     return (stat_of(slot.pid) or [""])[0]
 
 
-def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
-    """Find the rank that hangs, log it and post the verdict. Return False if a rank has ended: then no rank hangs."""
+def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> None:
+    """Find the rank that hangs, log it and post the verdict; do nothing if a rank has ended: then no rank hangs."""
     started_at, busy = time.monotonic(), {slot.local_rank: busy_s(slot.pid) for slot in board.others()}
     _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
     if _has_ended(board):
-        return False
+        return
     gave_up = [slot.since for slot in board.everyone() if slot.state is RankState.TIMED_OUT]
     silent = {slot.local_rank: slot for slot in board.others() if not slot.has_reported}
     stopped = [local_rank for local_rank, slot in silent.items() if _is_stopped(slot)]
@@ -187,7 +185,6 @@ def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> bool:
     for one in seen:
         log.to_files(f"rank {one.slot.rank} {one.manner or 'waits for other ranks'}, {one}\n{one.stack or '(no stack)'}")
     board.post(verdict)
-    return True
 
 
 def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:

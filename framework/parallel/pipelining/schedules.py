@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from framework.parallel.pipelining.timetable import Action, timetable, waiting_in
-from framework.runtime.torch_internals import actions_of, gpipe, is_single_stage
+from framework.runtime.torch_internals import actions_of, is_single_stage
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
 Balance = Literal["operations"]  # stages of equal cost, by counted operations: the only way so far
@@ -28,8 +28,8 @@ class Kind:
 
 _ROUNDS = "a multiple of the processes, or fewer"
 KINDS: dict[str, Kind] = {
-    "gpipe": Kind(gpipe, 1, gpipe),
-    "1f1b": Kind(pipelining.Schedule1F1B, 1, gpipe),
+    "gpipe": Kind(pipelining.ScheduleGPipe, 1, pipelining.ScheduleGPipe),
+    "1f1b": Kind(pipelining.Schedule1F1B, 1, pipelining.ScheduleGPipe),
     "interleaved": Kind(pipelining.ScheduleInterleaved1F1B, 2, pipelining.ScheduleLoopedBFS, asks=_ROUNDS),
     "zero-bubble": Kind(pipelining.ScheduleInterleavedZeroBubble, 2, pipelining.ScheduleLoopedBFS, asks=_ROUNDS),
     # Qi et al. 2023, "Zero bubble pipeline parallelism", section 6

@@ -1,0 +1,1 @@
+"""Samplers: they use only what a sampler of your own can use."""
