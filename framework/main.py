@@ -13,6 +13,7 @@ from framework.config.code import begin_program
 from framework.config.compose import as_yaml, print_by_hydra
 from framework.config.folders import ROOT, config_name, folders
 from framework.config.help import help_text, version_text
+from framework.config.modes import MODES
 from framework.config.overrides import parse
 from framework.config.targets import locate
 from framework.launch.claim import print_problems
@@ -22,7 +23,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.runtime.program import keep_cuda_for_children, start_problems
+from framework.runtime.program import keep_cuda_for_children, start_problems, typed_override
 
 _PACKAGED = Path(__file__).with_name("project")  # the folder in an installation
 TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
@@ -45,6 +46,10 @@ def main(arguments: list[str]) -> int:
     flags, overrides, problems = split_flags(arguments, is_launched=is_launched)
     if wrong := _choose_folders(flags):
         return print_problems(problems + wrong)
+    if overrides and (path := _COMMANDS.get(overrides[0])) and not problems:  # after a flag
+        after: int = locate(path)(overrides[1:])
+        return after
+    overrides = with_mode(overrides)
     if not problems and flags.keys() & {"--help", "--version"}:
         print(help_text(overrides) if "--help" in flags else version_text(__version__))
         return Exit.FINISHED
@@ -68,6 +73,25 @@ def main(arguments: list[str]) -> int:
         print_by_hydra(flags, overrides)
         return Exit.FINISHED
     return start(overrides)
+
+
+def with_mode(words: list[str]) -> list[str]:
+    """Return the overrides of an action that is the first word: `eval RUN key=value` is `mode=eval run.dir=RUN key=value`."""
+    mode = MODES.get(words[0]) if words else None
+    if mode is None:
+        return words
+    overrides = words[1:]
+    if mode.about in ("existing run", "root") and overrides and "=" not in overrides[0]:
+        place = overrides.pop(0)
+        if mode.about == "existing run" and not Path(place).exists():
+            from framework.cli.about_runs import find  # it imports what reads runs
+
+            root = next((word.removeprefix("run.root=") for word in overrides if word.startswith("run.root=")), None)
+            found = find(place, Path(root) if root else None)
+            place = str(found) if isinstance(found, Path) else place
+        key = "run.dir" if mode.about == "existing run" else "run.root"
+        overrides.insert(0, shlex.split(typed_override(key, place))[0])  # quoted for Hydra alone
+    return [f"mode={mode.name}", *overrides]
 
 
 def _choose_folders(flags: dict[str, str]) -> list[Problem]:

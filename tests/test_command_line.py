@@ -15,12 +15,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from framework import __version__
+from framework.config.folders import CONF
 from framework.config.help import help_text, version_text
 from framework.config.overrides import parse
-from framework.main import init
+from framework.main import init, with_mode
 from framework.runtime.exits import Exit
 from framework.runtime.program import typed_override
-from tests.harness import Says, slow_but
+from tests.harness import Says, slow_but, typed
 from tests.test_malformed import REPOSITORY
 
 TRAIN = f"{sys.executable} {REPOSITORY / 'train.py'}"
@@ -307,3 +308,32 @@ def test_what_no_command_can_start_with_is_said_in_one_line_at_once(variables: s
 def test_python_need_not_search_the_folder_of_a_program(tmp_path: Path) -> None:
     done = shell("export PYTHONSAFEPATH=1; train --version; RANK=0 WORLD_SIZE=1 train --version", directory=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, 2 * (version_text(__version__) + "\n"), "")
+
+
+@pytest.mark.parametrize(("words", "overrides"), [
+    ("eval runs/one eval.split=val", ["mode=eval", "run.dir=runs/one", "eval.split=val"]),
+    ("predict 0a1b", ["mode=predict", "run.dir=runs/one/0a1b2c3d"]),
+    ("export 0a1b run.root=elsewhere", ["mode=export", "run.dir='0a1b'", "run.root=elsewhere"]),  # there is none: mode=export says so
+    ("eval 'a run'", ["mode=eval", "run.dir='a run'"]),
+    ("eval run.dir=x", ["mode=eval", "run.dir=x"]),
+    ("status runs", ["mode=status", "run.root=runs"]),
+    ("check model=mlp", ["mode=check", "model=mlp"]),
+    ("model=mlp", ["model=mlp"]),
+    ("", []),
+])  # fmt: skip
+def test_an_action_may_be_the_first_word(
+    words: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "one" / "0a1b2c3d"
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text("{}")
+    (run / "config.yaml").write_text("name: one")
+    monkeypatch.chdir(tmp_path)
+    assert with_mode(shlex.split(words)) == overrides
+
+
+def test_flags_come_before_or_after_an_action(tmp_path: Path) -> None:
+    answers = [
+        typed(*words, directory=tmp_path) for words in (["--config-dir", str(CONF), "show", "nothing"], ["show", "nothing"])
+    ]
+    assert [ended.code for ended in answers] == [65, 65] and answers[0].output == answers[1].output

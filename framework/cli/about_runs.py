@@ -37,7 +37,7 @@ def about_runs(command: str, arguments: list[str]) -> int:
     if len(given) != count or any(argument.startswith("-") for argument in given):
         usage = " ".join(["steadfast", command, *["RUN"] * count, *(f"[{key}=PATH]" for key in keys)])
         return print_problems([Problem(command, f"needs {count} run{'s' * (count > 1)}", f"{usage}; RUN is {_RUN}")])
-    found = [_find(text, root) for text in given]
+    found = [find(text, root) for text in given]
     if problems := [Problem(command, what, _RUN, code=Exit.NO_VALID_CHECKPOINT) for what in found if isinstance(what, str)]:
         return print_problems(problems)
     paths = [path for path in found if isinstance(path, Path)]
@@ -57,7 +57,7 @@ def _write_patch(run: Path, target: Path) -> int:
     return Exit.FINISHED
 
 
-def _find(text: str, root: Path | None) -> Path | str:
+def find(text: str, root: Path | None) -> Path | str:
     """Return the run with this directory or this beginning of its id. Return a message if there is not exactly one."""
     if (path := Path(text)).is_dir() and find_runs(path)[:1] == [path]:
         return path
