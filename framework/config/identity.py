@@ -19,12 +19,8 @@ EXECUTION = (
     "dataset.num_workers", "dataset.keep_on_cpu",  # of any dataset: the framework reads them
 )  # fmt: skip
 
-INEXACT = (
-    "hook",
-    "param_dtype",
-    "reduce_dtype",
-    "send_dtype",
-)  # options of the framework's strategies that round or change sums
+# Options of the framework's strategies that round sums or change them.
+INEXACT = ("hook", "param_dtype", "reduce_dtype", "send_dtype")
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -69,9 +65,10 @@ def _of_trainer(node: Mapping[str, Any]) -> Iterator[str]:
         yield "log_every"  # nothing that decides reads the rows
     if noise.get("eta") is None:
         yield "grad_noise"
-    yield from {"raise": ("divergence.limit", "divergence.back"), "skip": ("divergence.back",)}.get(
-        str(divergence.get("action")), ()
-    )
+    if divergence.get("action") != "rollback":
+        yield "divergence.back"
+    if divergence.get("action") == "raise":
+        yield "divergence.limit"
 
 
 def _is_own(node: Mapping[str, Any]) -> bool:
@@ -79,8 +76,6 @@ def _is_own(node: Mapping[str, Any]) -> bool:
 
 
 _OF_SECTIONS = {"dataset": _of_dataset, "parallel": _of_strategy, "trainer": _of_trainer}
-
-
 _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}
 
 

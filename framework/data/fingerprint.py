@@ -93,7 +93,8 @@ def _of_array(array: Any, *, num_parts: int = _NUM_PARTS) -> str:
 def _hash(array: np.ndarray) -> str:
     hashed = xxh3_128()
     if array.dtype.hasobject:  # of other objects, a text may have an address
-        plain = [item if isinstance(item, (str, bytes, int, float)) else type(item).__name__ for item in array.flat]
+        some = array.reshape(-1)[:: max(1, array.size // 1_000_000)]
+        plain = [item if isinstance(item, (str, bytes, int, float)) else type(item).__name__ for item in some]
         hashed.update(repr(plain).encode())
     else:
         content = (array if isinstance(array, np.memmap) else np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
@@ -109,10 +110,12 @@ def _spread(length: int, count: int) -> list[int]:
 
 
 def _of_files(paths: list[str]) -> dict[str, str]:
-    common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    folders = {folder: os.path.abspath(folder) for folder in {path.rpartition("/")[0] for path in paths}}
+    common = os.path.commonpath(folders.values())
+    below = {folder: os.path.relpath(path, common) for folder, path in folders.items()}
     names, sizes, contents = xxh3_128(), xxh3_128(), xxh3_128()
-    for path in paths:
-        names.update(os.path.relpath(path, common).encode(errors="surrogateescape") + b"\0")
+    for folder, _, name in (path.rpartition("/") for path in paths):
+        names.update(f"{below[folder]}/{name}\0".encode(errors="surrogateescape"))
     for number in _spread(len(paths), _NUM_SIZES):
         with suppress(OSError):  # the loader names a file that cannot be read
             sizes.update(f"{os.stat(paths[number]).st_size} ".encode())
