@@ -3,7 +3,7 @@
 - Arrays and tensors in memory, also those inside the user's dataset: all their bytes. Of numbers with a fraction, also a
   weighted sum and the norm of 16 parts: what a dataset has computed may be rounded differently on another machine.
 - Arrays that are mapped from a file: 64 blocks of 64 KiB, evenly spaced from the first to the last.
-- Files that are decoded at each use: their names, the sizes of up to 10,000 of them, and the first 64 KiB of 64 of them.
+- Files that are decoded at each use: their names, the sizes of up to 2,000 of them, and the first 64 KiB of 64 of them.
 - Samples that are fetched one by one: up to 8 of them, evenly spaced, as many as are fetched in a second.
 """
 
@@ -23,7 +23,7 @@ from xxhash import xxh3_128
 from framework.data.source import Files, Source
 from framework.randomness import key, seeded
 
-_BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64, 16, 10_000, 8, 1.0
+_BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64, 16, 2_000, 8, 1.0
 _DEPTH, _MOST_ARRAYS = 3, 64  # of the objects inside a source whose arrays count, and of their arrays
 _HASH = re.compile(r" ?\[?[0-9a-f]{32}.*")  # and the numbers after it
 _TOLERANCE = 1e-5  # of a part's norm
