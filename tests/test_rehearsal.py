@@ -169,7 +169,7 @@ def test_a_block_that_is_passed_over_now_and_then_is_found(strategy: str, seed: 
     assert finding.refuses and "find_unused_parameters=true" in finding.cure
 
 
-@pytest.mark.parametrize("data", ["Pooled", "Polling"])
+@pytest.mark.parametrize("data", slow_but(["Pooled"], ["Pooled", "Polling"]))
 def test_loader_processes_that_wait_for_a_thread_are_found_with_the_place(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "_SILENT_S", 2.0)
     monkeypatch.setattr(child, "_HANGS_S", 3.0)
