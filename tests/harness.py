@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -227,6 +228,18 @@ def finished(*overrides: str, root: Path, **options: Any) -> Ended:
     ended = command(*overrides, root=root, **options)
     assert ended.code == 0, f"exit {ended.code}: {overrides}\n{ended.output}"
     return ended
+
+
+_ONCE: dict[tuple[Any, ...], Ended] = {}
+_FOLDER = tempfile.TemporaryDirectory(prefix="steadfast_once_")
+
+
+def once(*overrides: str, **options: Any) -> Ended:
+    """Run a command that must finish, once in this process, for all tests that compare with it and change nothing of it."""
+    key = (*overrides, *options.items())
+    if key not in _ONCE:
+        _ONCE[key] = finished(*overrides, root=Path(_FOLDER.name, str(len(_ONCE)), "runs"), **options)
+    return _ONCE[key]
 
 
 def note_steps() -> None:

@@ -85,7 +85,8 @@ REFUSED = {
     **{("GradientPenalty", strategy): "2 processes" for strategy in ("tensor", "fsdp+tp")},
 }
 CELLS = [(step, *strategy) for step in STEPS for strategy in STRATEGIES]
-QUICK = [cell for number, cell in enumerate(CELLS) if number % 13 == 0]
+QUICK = [cell for cell in CELLS if cell[:2] in [("Consistency", "auto"), ("Contrastive", "fsdp"), ("Distillation", "zero"), ("SelfDistillation", "ddp"),
+         ("GradientPenalty", "ddp"), ("GradientPenalty", "fsdp"), ("Contrastive", "pipeline")]]  # fmt: skip
 
 
 def own_step(task: str) -> list[str]:
@@ -124,14 +125,15 @@ def test_a_step_passes_the_rehearsal_and_computes_the_same_on_three_processes(
     assert_close(finished(*own_step(task), *many, root=tmp_path / "runs"), one(*own_step(task)))
 
 
-@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["fsdp", "hsdp", "zero"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "zero"])
 def test_a_step_differentiates_the_model_itself_where_its_weights_stay(strategy: str, one: One, tmp_path: Path) -> None:
     words = [] if strategy == "zero" else ["parallel.reshard_after_forward=false", "rehearse=true"]
     line = [*own_step("GradientPenalty"), f"parallel={strategy}", *words, "launch.nproc_per_node=2"]
     assert_close(finished(*line, root=tmp_path / "runs"), one(*own_step("GradientPenalty")))
 
 
-@pytest.mark.parametrize("strategy", slow_but(["fsdp", "ddp"], ["ddp", "fsdp", "zero"]))
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "zero"]))
 def test_a_step_calls_methods_of_the_model(strategy: str, one: One, tmp_path: Path) -> None:
     line = [*own_step("InPieces"), f"parallel={strategy}", "launch.nproc_per_node=2"]
     assert_close(finished(*line, root=tmp_path / "runs"), one(*own_step("InPieces")))

@@ -245,7 +245,7 @@ def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
     line = "python train.py model=vit model."
     env = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
     completing, importing = [], []
-    for _ in range(5):  # the best of five, in the processor's time, beside Hydra's own: torch alone would take ten times that
+    for _ in range(3):  # the best of three, in the processor's time, beside Hydra's own: torch alone would take ten times that
         for command, durations in (([*TRAIN.split(), "-sc", "query=bash"], completing), (HYDRA, importing)):
             begun = os.times()
             done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
@@ -303,6 +303,7 @@ def test_a_command_ends_with_all_that_it_has_to_say_but_is_not_taken_down(tmp_pa
     assert "function calls" in profiled.stdout, "what runs the program goes on after it"
 
 
+@pytest.mark.slow
 def test_hashes_of_text_are_the_same_in_every_start(tmp_path: Path) -> None:
     line = "train dataset=synthetic dataset.image_size=8 model._target_=tests.faulty.OfHashes trainer.max_epochs=null trainer.max_steps=1 rehearse=false"
     env = {"PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": ""}

@@ -83,7 +83,7 @@ def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: st
         assert_same_bits(finished(*LINE, root=root), undisturbed)
 
 
-@pytest.mark.parametrize("moment", ["training", "evaluation"])
+@pytest.mark.parametrize("moment", slow_but(["training"], ["training", "evaluation"]))
 def test_once_it_is_said_at_once_and_a_checkpoint_is_committed(moment: str, undisturbed: Ended, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     process, output = begin_held("alone", moment, seconds=4, root=root)

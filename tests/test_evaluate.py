@@ -20,7 +20,7 @@ from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
 from framework.modes import load_run as restored
 from framework.runtime.lock import Lock
-from tests.harness import Ended, begin, command, end, finished, wait_for_checkpoint
+from tests.harness import Ended, begin, command, end, finished, typed, wait_for_checkpoint
 from tests.test_conformance import FOR_EXPERTS, layouts
 from tests.test_layout import ROOT
 
@@ -286,9 +286,8 @@ def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(run: Ended, tmp_p
 def test_without_a_run_and_in_a_sweep(run: Ended, tmp_path: Path) -> None:
     refused = command("mode=eval", root=tmp_path / "none")
     assert (refused.code, refused.output) == (78, "run.dir: is missing: mode=eval needs one run (run.dir=runs/NAME/ID)\n")
-    line = [sys.executable, str(ROOT / "train.py"), "-m", "mode=eval", f"run.dir={run.directory}", "eval.split=val,test"]
-    done = subprocess.run(line, text=True, capture_output=True, timeout=60)
-    assert done.returncode == 78 and "mode: eval does nothing with a sweep (without -m)" in done.stderr
+    swept = typed("-m", "mode=eval", f"run.dir={run.directory}", "eval.split=val,test", directory=tmp_path)
+    assert swept.code == 78 and "mode: eval does nothing with a sweep (without -m)" in swept.output
 
 
 def flip_a_bit(path: Path) -> None:

@@ -119,6 +119,7 @@ def test_what_does_not_fit_into_one_table_is_left_out_with_a_warning(tmp_path: P
     assert run.output.count("part.predictions: left out: grows, odd, padded (") == 1
 
 
+@pytest.mark.slow
 def test_it_starts_on_several_processes_after_a_rehearsal(tmp_path: Path) -> None:
     line = [*RUN, "part.predictions.count=3", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
     assert len(table(finished(*line, root=tmp_path / "runs"))[0]) == 3

@@ -395,20 +395,20 @@ def note_processes(folder: Path) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("strategy", slow_but([[]], [[], DDP]), ids=["single", "ddp 2"])
-def test_wandb_is_one_run_equal_to_metrics_jsonl_after_three_resumes(strategy: list[str], tmp_path: Path) -> None:
+def test_wandb_is_one_run_equal_to_metrics_jsonl_after_resumes(strategy: list[str], tmp_path: Path) -> None:
     line, root = [*RUN, *strategy, *OFFLINE], tmp_path / "runs"
     is_there = lambda: written(root, "*.wandb")  # noqa: E731
-    for step, act in ((5, preempt), (9, crash), (11, preempt)):  # a preempted one may take a step more
+    for step, act in ((5, preempt), (9, crash)):  # a preempted one may take a step more
         plants = [note_processes(tmp_path), after_step(step, once(is_there, act))]
         ended = command(*line, root=root, before=lambda plants=plants: [plant() for plant in plants] and None)
         assert ended.code == ended_by(act), ended.output
         before = len(files_below(root, "*.wandb"))
         is_there = lambda n=before: len(files_below(root, "*.wandb")) > n  # type: ignore[misc]  # noqa: E731
     run = finished(*line, root=root)
-    assert run.summary["restarts"] == 3
+    assert run.summary["restarts"] == 2
     assert [path.name for path in tmp_path.glob("opened_by_rank_*")] == ["opened_by_rank_0"]
     files = wandb_files(run.directory)
-    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 4  # a file for each start, one id
+    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 3  # a file for each start, one id
     assert_equal(wandb_rows(files[-1]), scalars_of(run.rows))  # the last holds what the others may have lost
 
 

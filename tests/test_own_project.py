@@ -85,7 +85,7 @@ def later(node):  # builds its node itself
 
 not_callable = 3
 """
-QUICK = ("trainer.max_steps=2", "trainer.log_every=1")
+QUICK = ("trainer.max_steps=2", "trainer.log_every=1", "rehearse=false")
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -641,8 +641,8 @@ def test_a_file_of_theirs_may_not_be_called_as_one_of_ours(folder: Path) -> None
 
 
 def test_the_preflight_and_the_workers_find_it_too(folder: Path) -> None:
-    ended = trains("model=mynet", "parallel=fsdp", "launch.nproc_per_node=2", folder=folder)
-    assert ended.summary["world_size"] == 2
+    ended = typed("model=mynet", "parallel=fsdp", "launch.nproc_per_node=2", "trainer.max_steps=2", directory=folder)
+    assert ended.code == 0 and ended.summary["world_size"] == 2, ended.output
 
 
 @pytest.mark.slow

@@ -87,7 +87,14 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
 
 
 def test_the_extras_are_found_in_an_installation(environment: Path, tmp_path: Path) -> None:
-    line = ["parallel=local-sgd", "launch.nproc_per_node=2", "model=mlp", "trainer.max_steps=8", "trainer.eval_every=null"]
+    line = [
+        "parallel=local-sgd",
+        "launch.nproc_per_node=2",
+        "model=mlp",
+        "trainer.max_steps=8",
+        "trainer.eval_every=null",
+        "rehearse=false",
+    ]
     output = run(["steadfast", *line, "checkpoint.every=null"], tmp_path, venv=environment)
     assert "finished: model.safetensors" in output and str(ROOT) not in output
     shown = run(["steadfast", "parallel=pipeline", "parallel.schedule=pipedream", "--cfg", "job"], tmp_path, venv=environment)

@@ -347,6 +347,7 @@ def test_a_machine_that_is_not_configured_for_slurm_says_so(
     assert refused.code == 78 and "Slurm cannot be asked: " in refused.output, refused.output
 
 
+@pytest.mark.slow
 def test_status_says_that_slurm_is_silent(held: None, submitted: Sweep, request: pytest.FixtureRequest) -> None:  # noqa: F811
     submitted.submit(*ARRAY, "seed=0,1")
     request.getfixturevalue("silent")

@@ -53,7 +53,7 @@ def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
 
 
 def test_kill_9_of_torchrun_leaves_no_orphan(tmp_path: Path) -> None:
-    long = [*DDP, "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
+    long = [*DDP, "rehearse=false", "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
     agent = subprocess.Popen([*TORCHRUN, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_checkpoint(tmp_path / "runs")

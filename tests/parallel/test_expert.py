@@ -193,7 +193,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
     return run
 
 
-@pytest.mark.parametrize("group", slow_but(["3", "2x2"], GROUPS))
+@pytest.mark.parametrize("group", slow_but(["3"], GROUPS))
 def test_it_computes_what_one_process_does_with_dropout_and_an_average(
     group: str, one: Callable[..., Ended], tmp_path: Path
 ) -> None:
@@ -216,7 +216,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", slow_but(["a rank without samples", "more processes than experts"], VARIANTS))
+@pytest.mark.parametrize("variant", slow_but(["a rank without samples"], VARIANTS))
 def test_a_variant_computes_what_one_process_does(variant: str, one: Callable[..., Ended], tmp_path: Path) -> None:
     group, changes = VARIANTS[variant]
     assert_close(finished(*MOE, *changes, *on(group), root=tmp_path / "runs"), one(*MOE, *changes))
@@ -267,7 +267,7 @@ HOW = {"single": [], "fsdp": ["parallel=fsdp", "launch.nproc_per_node=2"], "3": 
 PAIRS = [("3", "fsdp"), ("fsdp", "2x2"), ("2x2", "single"), ("single", "3")]
 
 
-@pytest.mark.parametrize(("first", "second"), slow_but(PAIRS[:2], PAIRS, unpack=True))
+@pytest.mark.parametrize(("first", "second"), slow_but(PAIRS[1:2], PAIRS, unpack=True))
 def test_a_run_goes_on_from_and_to_other_strategies_with_every_bit_of_its_state(
     first: str, second: str, one: Callable[..., Ended], tmp_path: Path
 ) -> None:

@@ -33,9 +33,7 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
     ("model", "strategy", "ranks", "num_devices"),
     [
         *(
-            pytest.param(
-                model, "model-parallel", 1, 2, marks=[] if model in ("cnn with BatchNorm", "two inputs") else [pytest.mark.slow]
-            )
+            pytest.param(model, "model-parallel", 1, 2, marks=[] if model == "cnn with BatchNorm" else [pytest.mark.slow])
             for model in MODELS
         ),
         # the tensors of ResNet are too many for Python
@@ -44,7 +42,7 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
             for model in MODELS
             if model != RESNET18
         ),
-        ("gpt, tied", "model-parallel", 1, 3),
+        pytest.param("gpt, tied", "model-parallel", 1, 3, marks=pytest.mark.slow),
     ],
 )
 def test_several_devices_compute_what_one_does(

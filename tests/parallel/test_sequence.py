@@ -27,14 +27,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return ends | {"one block": finished(*LINE, "model.num_layers=1", root=tmp_path_factory.mktemp("block") / "runs")}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "optimizer"),
-    [
-        ("tensor 2", "adamw"),
-        pytest.param("fsdp+tp 2x2", "adamw", marks=pytest.mark.slow),
-        pytest.param("fsdp+tp 2x2", "sgd", marks=pytest.mark.slow),
-    ],
-)
+# the quick tests of tests/test_conformance.py have it too: it is on by default, and 13 tokens have no equal parts
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "optimizer"), [("tensor 2", "adamw"), ("fsdp+tp 2x2", "adamw"), ("fsdp+tp 2x2", "sgd")])
 def test_it_computes_what_one_process_does(mesh: str, optimizer: str, one: dict[str, Ended], tmp_path: Path) -> None:
     line = [*LINE, *OPTIMIZERS[optimizer], *MESHES[mesh], "parallel.sequence=true"]
     assert_close(finished(*line, root=tmp_path / "runs"), one[optimizer])
@@ -89,9 +84,10 @@ def test_a_run_goes_on_with_it_and_without(one: dict[str, Ended], tmp_path: Path
     assert_close(ended, one["adamw"])
 
 
-@pytest.mark.parametrize(("num_tokens", "mesh"), [
-    (13, "tensor 2"), pytest.param(1, "tensor 2", marks=pytest.mark.slow), pytest.param(5, "tensor 4", marks=pytest.mark.slow), pytest.param(13, "tensor 4", marks=pytest.mark.slow),
-    pytest.param(13, "fsdp+tp 2x2", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_tokens", "mesh"), [(13, "tensor 2"), (1, "tensor 2"), (5, "tensor 4"), (13, "tensor 4"), (13, "fsdp+tp 2x2")]
+)
 def test_the_parts_of_a_sample_may_differ(num_tokens: int, mesh: str, tmp_path: Path) -> None:
     """Of 5 tokens four processes have 2, 2, 1 and none."""
     line = [*LINE, f"dataset.seq_len={num_tokens}", "trainer.max_steps=5"]

@@ -40,13 +40,13 @@ def held_bytes() -> int:
 
 
 def noting_memory(file: Path) -> Callable[[], None]:
-    """Return what lets rank 0 note, before each micro-batch, the bytes that it holds."""
+    """Return what lets rank 0 note, before each micro-batch of the first step, the bytes that it holds."""
 
     def note() -> None:
         plain = Forward.seed_draws
 
         def seed_draws(self: Forward, *, step: int | None, **others: Any) -> None:
-            if step is not None and dist.get_rank() == 0:
+            if step == 0 and dist.get_rank() == 0:
                 with file.open("a") as lines:
                     lines.write(f"{held_bytes()}\n")
             plain(self, step=step, **others)

@@ -199,7 +199,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("mesh", "options", "width"), [
-    (["parallel=tensor", "launch.nproc_per_node=2"], [], 10),
+    (["parallel=tensor", "launch.nproc_per_node=2"], ["trainer.max_steps=3", "trainer.eval_every=null"], 10),
     pytest.param(["parallel=tensor", "launch.nproc_per_node=4"], ["model.tie_embeddings=false"], 5, marks=pytest.mark.slow),
     # FSDP does not shard uneven parts: such a vocabulary stays whole there
     pytest.param(["parallel=fsdp+tp", "launch.nproc_per_node=4"], [], 19, marks=pytest.mark.slow),
