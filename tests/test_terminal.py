@@ -299,8 +299,8 @@ def test_the_next_commands_can_be_pasted(tmp_path: Path) -> None:
     commands = [text[12:] for text in done.lines[start:]]
     assert [re.search(r"mode=\w+", text)[0] for text in commands] == ["mode=eval", "mode=export", "mode=report"]
     for text in (commands[0], commands[2]):
-        program, *words = shlex.split(text)
-        assert program == "steadfast" and typed(*words, directory=tmp_path).code == 0, text
+        python, program, *words = shlex.split(text)
+        assert (python, program) == ("python", TRAIN[-1]) and typed(*words, directory=tmp_path).code == 0, text
     assert (tmp_path / "runs" / "report.html").exists()
 
 

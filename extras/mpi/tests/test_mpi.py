@@ -27,6 +27,7 @@ from tests.harness import (
     assert_same_bits,
     command,
     finished,
+    once,
     slow_but,
     wait_for,
     wait_for_checkpoint,
@@ -72,21 +73,13 @@ GPT = [*RUN, *MODELS["gpt, tied"]]
 CNN = [*RUN, *MODELS["cnn with BatchNorm"], "model.dropout=0", "micro_batch_size=null", "trainer.sync_batchnorm=true"]
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Ended]:
-    done: dict[str, Ended] = {}
-
-    def run(line: list[str]) -> Ended:
-        if str(line) not in done:
-            done[str(line)] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
-        return done[str(line)]
-
-    return run
+def one_process(line: list[str]) -> Ended:
+    return once(*line)
 
 
 @needs_mpi
 @pytest.mark.slow
-def test_four_ranks_of_mpirun_compute_what_one_process_does(one_process: Callable[[list[str]], Ended], tmp_path: Path) -> None:
+def test_four_ranks_of_mpirun_compute_what_one_process_does(tmp_path: Path) -> None:
     run = end(train(4, *MLP, "parallel=ddp", "backend=mpi", root=tmp_path / "runs"), root=tmp_path / "runs")
     assert run.code == 0, run.output
     assert run.output.count("steps on 4 x cpu") == 1  # one run, not four
@@ -129,9 +122,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, STRATEGIES))
-def test_a_strategy_over_mpi_computes_what_one_process_does(
-    name: str, two_ranks: Callable[[str], Path], one_process: Callable[[list[str]], Ended]
-) -> None:
+def test_a_strategy_over_mpi_computes_what_one_process_does(name: str, two_ranks: Callable[[str], Path]) -> None:
     root = two_ranks(name)
     run = Ended(0, (root.parent / "output").read_text(), root)
     assert run.summary["status"] == "finished", run.output
@@ -157,9 +148,8 @@ LONG = [
 ]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LONG, "launch.nproc_per_node=2", root=tmp_path_factory.mktemp("whole") / "runs")
+def whole() -> Ended:
+    return once(*LONG, "launch.nproc_per_node=2")
 
 
 @pytest.mark.slow
@@ -169,7 +159,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     pytest.param(signal.SIGKILL, -9, "running", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_signal_to_mpirun_leaves_no_process_and_a_run_that_continues_over_gloo_to_the_same_bits(
-    signum: int, code: int, status: str, whole: Ended, tmp_path: Path
+    signum: int, code: int, status: str, tmp_path: Path
 ) -> None:
     root = tmp_path / "runs"
     process = train(2, *LONG, "backend=mpi", root=root)
@@ -182,7 +172,7 @@ def test_a_signal_to_mpirun_leaves_no_process_and_a_run_that_continues_over_gloo
     finally:
         stopped = end(process, root=root)
     assert (stopped.code, stopped.summary["status"]) == (code, status), stopped.output
-    assert_same_bits(finished(*LONG, "launch.nproc_per_node=2", root=root), whole)
+    assert_same_bits(finished(*LONG, "launch.nproc_per_node=2", root=root), whole())
 
 
 @needs_mpi
@@ -221,7 +211,7 @@ def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path:
 
 
 @needs_mpi
-def test_one_process_alone_trains(one_process: Callable[[list[str]], Ended], tmp_path: Path) -> None:
+def test_one_process_alone_trains(tmp_path: Path) -> None:
     assert_close(finished(*MLP, "parallel=ddp", "backend=mpi", root=tmp_path / "runs"), one_process(MLP))
 
 
