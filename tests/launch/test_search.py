@@ -141,17 +141,6 @@ def test_killed_at_any_point_a_search_draws_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-def test_a_preempted_search_goes_on_too(whole: list[dict[str, str]], tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    stop = after_step(9, lambda: os.kill(os.getppid(), signal.SIGTERM))
-    stopped = swept(*SEARCH, *SPACE, trials(2), root=root, before=stop)
-    assert stopped.code == 75, stopped.output
-    assert [row["state"] for row in table(stopped)] == ["preempted"]
-    ended = swept(*SEARCH, *SPACE, trials(2), root=root)
-    assert ended.code == 0 and drawn(table(ended)) == drawn(whole)[:2]
-
-
-@pytest.mark.slow
 def test_a_trial_that_diverges_is_recorded_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:
     line = [*SEARCH, "optimizer=sgd", "optimizer.lr=1e-3,1e30", trials(4), "hydra.sweeper.sampler=random"]
     ended = swept(*line, root=tmp_path / "runs")

@@ -201,15 +201,6 @@ def test_a_rank_that_fails_or_stands_still_ends_them_all(
     assert_gone(ranks)
 
 
-@pytest.mark.slow
-@needs_mpi
-def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path: Path) -> None:
-    wrong = end(train(2, *MLP, "parallel=ddp", "backend=mpi", "optimizer.lrr=1", root=tmp_path / "runs"), root=tmp_path)
-    assert wrong.code == 78
-    assert wrong.output.count("optimizer.lrr: unknown key (did you mean optimizer.lr?)") == 1, wrong.output
-    assert not list(tmp_path.iterdir())
-
-
 @needs_mpi
 def test_one_process_alone_trains(tmp_path: Path) -> None:
     assert_close(finished(*MLP, "parallel=ddp", "backend=mpi", root=tmp_path / "runs"), one_process(MLP))
