@@ -69,7 +69,7 @@ REFUSED = {
 }
 CELLS = [(step, *strategy) for step in STEPS for strategy in STRATEGIES]
 QUICK = [cell for cell in CELLS if cell[:2] in [("Consistency", "auto"), ("Contrastive", "fsdp"), ("Distillation", "zero"), ("SelfDistillation", "ddp"),
-         ("GradientPenalty", "ddp"), ("GradientPenalty", "fsdp"), ("Contrastive", "pipeline")]]  # fmt: skip
+         ("GradientPenalty", "ddp"), ("Contrastive", "pipeline")]]  # fmt: skip
 
 
 def own_step(task: str) -> list[str]:

@@ -194,7 +194,7 @@ def test_a_dumb_terminal_gets_plain_lines_with_every_row(tmp_path: Path) -> None
 
 
 def test_a_narrow_terminal_gets_one_line_of_progress(tmp_path: Path) -> None:
-    printed = on_a_terminal(f"{TINY} trainer.log_every=1", directory=tmp_path, columns=40, TERM="xterm")
+    printed = on_a_terminal(f"{TINY} rehearse=false trainer.log_every=1", directory=tmp_path, columns=40, TERM="xterm")
     assert re.search(r"head +Linear +50 +80", re.sub(COLOUR, "", printed)), printed  # what the run trains, without shapes
     assert "N x 10" not in printed
     progress = [part for part in re.split(r"\r\n|\x1b\[2K", printed) if "eta" in part]

@@ -153,6 +153,6 @@ def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_p
     ],
 )
 def test_what_is_not_installed_is_refused_with_the_command(line: list[str], module: str, extra: str, tmp_path: Path) -> None:
-    ended = typed(*line, directory=tmp_path, before=lambda: sys.modules.update({module: None}))
+    ended = typed(*line, "rehearse=false", directory=tmp_path, before=lambda: sys.modules.update({module: None}))
     assert ended.code == 78 and f"steadfast[{extra}]" in ended.output and "Traceback" not in ended.output
     assert not (tmp_path / "runs").exists()
