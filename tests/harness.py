@@ -19,10 +19,14 @@ from typing import Any
 import matplotlib.figure  # noqa: F401  # these are what a run would import: every forked child has them
 import pytest
 import torch
+import torch.distributed.elastic.rendezvous.static_tcp_rendezvous
 import torch.distributed.fsdp
 from safetensors.torch import load_file
 
+import framework.launch.worker
 import framework.modes.train
+import framework.parallel.parallelize
+import framework.preflight.rehearsal
 import framework.runs.provenance
 from framework.cli.run import checked_line, start
 from framework.config.compose import compose_line
@@ -33,6 +37,7 @@ from framework.runtime.torch_compiler import import_dynamo
 from train import main
 
 import_dynamo()
+compose_line([])  # Hydra's plug-ins and parsers too
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the fork
 
 _FORK = multiprocessing.get_context("fork")
