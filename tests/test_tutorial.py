@@ -15,7 +15,7 @@ from tests.test_extend import steadfast
 TUTORIAL, MIGRATION = WALKED = "docs/tutorial.md", "docs/migration.md"
 NAMED = r"(?:# @package \S+\n)?# (\S+)\n"  # the head of a block that is a file, word by word
 SHORTER = ["trainer.max_epochs=2", "trainer.eval_every=16"]
-STRATEGIES = ["ddp", "fsdp"]  # that the page shows: all take minutes
+STRATEGIES = ["context", "ddp", "dp", "fsdp", "single"]  # the two that the page shows, and others that are quick
 
 
 def steps(text: str) -> list[Path | str]:

@@ -24,7 +24,7 @@ from tests.test_resume import RUN as SMALL
 from tests.test_resume import after_step
 
 RUN = [*SMALL, "precision=fp64", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=200",
-       "trainer.eval_every=50"]  # fmt: skip
+       "trainer.eval_every=50", "rehearse=false"]  # fmt: skip
 ELASTIC = ["parallel=ddp", "launch.nproc_per_node=1", "launch.nnodes=1:2"]
 LOST_S, JOINED_S = 25.0, 40.0
 
