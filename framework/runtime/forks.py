@@ -54,7 +54,7 @@ Use = dict[int, tuple[float, float]]  # of each thread: its seconds on a CPU, an
 
 
 def cpu_use(pid: int) -> Use:
-    """Return what the threads of a process have used; of the whole process, without the waiting, if the kernel does not count it."""
+    """Return what the threads of a process have used. If the kernel does not count this, return one entry without the waiting."""
     used: Use = {}
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
