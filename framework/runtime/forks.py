@@ -54,7 +54,7 @@ Use = dict[int, tuple[float, float]]  # of each thread: its seconds on a CPU, an
 
 
 def cpu_use(pid: int) -> Use:
-    """Return what the threads of a process have used. If the kernel does not count this, return one entry without the waiting."""
+    """Return what the threads of a process have used. If the kernel does not count it, return one entry for the process."""
     used: Use = {}
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
