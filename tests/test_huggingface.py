@@ -71,6 +71,11 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    make("hf gpt2")  # so that the commands need not import the library
+
+
 def run(kind: str) -> Ended:
     return once(*RUN, *KINDS[kind])
 

@@ -16,7 +16,7 @@ from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_compiler import has_compiler
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once, slow_but
 from tests.test_resume import after_step, preempt
 
 # 3 steps an epoch, the last of 8 samples
@@ -90,7 +90,7 @@ def test_early_stopping_stops_after_so_many_evaluations_without_improvement(tmp_
     assert run.summary["metrics"]["val"]["best"]["step"] == 8
 
 
-@pytest.mark.parametrize("cut", [5, 8, 11, 13])
+@pytest.mark.parametrize("cut", slow_but([11], [5, 8, 11, 13]))
 def test_early_stopping_stops_a_resumed_run_at_the_same_step(cut: int, tmp_path: Path) -> None:
     def plant() -> None:
         planted_losses(LOSSES)()
@@ -196,14 +196,13 @@ def test_rows_have_the_keys_of_the_contract() -> None:
         assert row.keys() == (train if row["split"] == "train" else every)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [[], ["parallel=ddp", "launch.nproc_per_node=2"], ["parallel=ddp", "launch.nproc_per_node=3"],
-     ["parallel=fsdp", "launch.nproc_per_node=2"]],
-    ids=["single", "ddp 2", "ddp 3", "fsdp 2"],
-)  # fmt: skip
-def test_evaluation_counts_every_sample_once(strategy: list[str], tmp_path: Path) -> None:
-    run = finished(*BASE, *strategy, "precision=fp64", root=tmp_path / "runs")
+WAYS = {"single": [], "ddp 2": ["parallel=ddp", "launch.nproc_per_node=2"], "ddp 3": ["parallel=ddp", "launch.nproc_per_node=3"],
+        "fsdp 2": ["parallel=fsdp", "launch.nproc_per_node=2"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", slow_but(["ddp 3", "fsdp 2"], WAYS))
+def test_evaluation_counts_every_sample_once(way: str, tmp_path: Path) -> None:
+    run = finished(*BASE, *WAYS[way], "precision=fp64", root=tmp_path / "runs")
     for split, num_samples in (("val", 23), ("test", 17)):  # 23 = 16 + 7, 17 = 16 + 1: a rank or two with nothing
         for row in rows_of(run, split):
             count = row["accuracy"] * num_samples
