@@ -29,13 +29,15 @@ sys.path.append(MACHINE)
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of this folder, unless this Python has one
 
 LONG = (
+    "test_product",
     "test_tutorial",
-    "test_cuda",
+    "test_rehearsal",
     "test_conformance",
     "test_loggers",
-    "test_rehearsal",
-    "test_mpi",
-)  # a worker each, to the end
+    "test_cuda",
+    "test_extend",
+    "test_loop",
+)
 
 
 def pytest_xdist_auto_num_workers() -> int:
