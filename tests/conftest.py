@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and then it stops no run
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = (
+    "passive"  # the threads of a rehearsal that wait for each other leave the CPU to the other tests
+)
 os.environ["WANDB_MODE"] = "offline"
 MACHINE = os.environ["PYTHONPATH"] = str(Path(__file__).with_name("machine"))
 CACHE = tempfile.TemporaryDirectory(prefix="steadfast_cache_")
@@ -27,13 +30,15 @@ sys.path.append(MACHINE)
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of this folder, unless this Python has one
 
 LONG = (
+    "test_product",
     "test_tutorial",
-    "test_cuda",
+    "test_rehearsal",
     "test_conformance",
     "test_loggers",
-    "test_rehearsal",
-    "test_mpi",
-)  # a worker each, to the end
+    "test_cuda",
+    "test_extend",
+    "test_loop",
+)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -89,12 +89,12 @@ class Polling(Points):
             if self.asked:
                 i = self.asked.popleft()
                 self.answers[i] = super().__getitem__(i)
-            time.sleep(0.001)
+            time.sleep(0.005)
 
     def __getitem__(self, i: int) -> Any:
         self.asked.append(i)
         while i not in self.answers:
-            time.sleep(0.001)
+            time.sleep(0.005)
         return self.answers.pop(i)
 
 

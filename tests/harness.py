@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +19,14 @@ from typing import Any
 import matplotlib.figure  # noqa: F401  # these are what a run would import: every forked child has them
 import pytest
 import torch
+import torch.distributed.elastic.rendezvous.static_tcp_rendezvous
 import torch.distributed.fsdp
 from safetensors.torch import load_file
 
+import framework.launch.worker
 import framework.modes.train
+import framework.parallel.parallelize
+import framework.preflight.rehearsal
 import framework.runs.provenance
 from framework.cli.run import checked_line, start
 from framework.config.compose import compose_line
@@ -32,6 +37,7 @@ from framework.runtime.torch_compiler import import_dynamo
 from train import main
 
 import_dynamo()
+compose_line([])  # Hydra's plug-ins and parsers too
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the fork
 
 _FORK = multiprocessing.get_context("fork")
@@ -228,6 +234,18 @@ def finished(*overrides: str, root: Path, **options: Any) -> Ended:
     assert ended.code == 0, f"exit {ended.code}: {overrides}\n{ended.output}"
     assert "finished already" not in ended.output, f"the run was there: {overrides}\n{ended.output}"
     return ended
+
+
+_ONCE: dict[tuple[Any, ...], Ended] = {}
+_FOLDER = tempfile.TemporaryDirectory(prefix="steadfast_once_")
+
+
+def once(*overrides: str, **options: Any) -> Ended:
+    """Run a command that must finish, once in this process, for all tests that compare with it and change nothing of it."""
+    key = (*overrides, *options.items())
+    if key not in _ONCE:
+        _ONCE[key] = finished(*overrides, root=Path(_FOLDER.name, str(len(_ONCE)), "runs"), **options)
+    return _ONCE[key]
 
 
 def note_steps() -> None:

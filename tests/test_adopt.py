@@ -61,7 +61,7 @@ def adopted(project: Path, *words: str) -> Ended:
 def test_the_file_has_every_plain_argument_and_the_strategies_are_told_apart(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("framework.cli.adopt.options", lambda group: ["context", "ddp", "local-sgd", "pipeline", "single"])
+    monkeypatch.setattr("framework.cli.adopt.options", lambda group: ["context", "local-sgd"])
     ended = adopted(project, "nets/odd.py:OddNet", "dataset.num_workers=0")
     assert ended.code == 0, ended.output
     text = (project / "conf" / "model" / "odd_net.yaml").read_text()
@@ -70,10 +70,9 @@ def test_the_file_has_every_plain_argument_and_the_strategies_are_told_apart(
         "widths": [3, 4], "fill": r"\${a}",
     }  # fmt: skip
     assert text.startswith("# Layers one after the other, in a list.\n")
-    assert re.search(r"ddp +yes\n", ended.output) and re.search(r"pipeline +yes\n", ended.output)
     assert re.search(r"local-sgd +yes, with trainer\.eval_every=104 checkpoint\.every=104\n", ended.output)
     assert re.search(r"context +not yet:\n +parallel: OddNet does not have mixers\(\)", ended.output)
-    run = typed("model=odd_net", *SMALL, "parallel=pipeline", "launch.nproc_per_node=2", directory=project)
+    run = typed("model=odd_net", *SMALL, "rehearse=false", "parallel=pipeline", "launch.nproc_per_node=2", directory=project)
     assert run.code == 0, run.output
 
 

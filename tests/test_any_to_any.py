@@ -3,8 +3,6 @@
 import hashlib
 import json
 import math
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,22 +15,21 @@ from torch import nn
 from framework.checkpoint.canonical import TrainingState, restore, state_tensors
 from framework.checkpoint.state import PlainState
 from framework.checkpoint.store import CheckpointStore
-from framework.config.folders import CONF, options
+from framework.config.folders import options
 from framework.distributed.world import World
 from framework.modes import train as run
 from framework.modules.tensors import whole
-from tests.harness import Ended, assert_close, command, finished, slow_but, together
+from tests.harness import Ended, assert_close, command, finished, once, slow_but, together
 from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, layouts
 from tests.test_resume import after_step, preempt
 
 # AdamW with two groups, a frozen matrix and vector, tied weights, an average of the weights
 RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=40", "dataset.num_val=6",
-       "dataset.num_test=6", "dataset.seq_len=7", "dataset.vocab_size=12", "model=frozen_gpt", "precision=fp64",
+       "dataset.num_test=6", "dataset.seq_len=7", "dataset.vocab_size=12", "precision=fp64",
+       "model._target_=tests.frozen_gpt.FrozenGPT", "model.dim=16", "model.num_layers=4", "model.num_heads=4", "model.tie_embeddings=true",
        "global_batch_size=6", "micro_batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=10",
        "trainer.log_every=1", "trainer.eval_every=null", "checkpoint.every=null", "trainer.ema_decay=0.8",
        "optimizer.weight_decay=0.1", "optimizer.lr=0.01", "trainer.clip_grad_norm=1.0"]  # fmt: skip
-OPTION = ("_target_: tests.frozen_gpt.FrozenGPT\nvocab_size: null\nseq_len: null\ndim: 16\nnum_layers: 4\nnum_heads: 4\n"
-          "tie_embeddings: true\n")  # fmt: skip
 STRATEGIES = [name for name in options("parallel") if name not in (*NOT_EQUAL, *FOR_EXPERTS)]
 
 
@@ -42,14 +39,6 @@ def line(strategy: str, ranks: int | None = None) -> list[str]:
         next(layout for layout in layouts(strategy) if ranks in (None, layout[0])) if strategy != "single" else (1, [])
     )
     return [f"parallel={strategy}", f"launch.nproc_per_node={count}", *mesh]
-
-
-@pytest.fixture(scope="session")
-def own_option(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
-    conf = tmp_path_factory.mktemp("own") / "conf"
-    shutil.copytree(CONF, conf)
-    (conf / "model" / "frozen_gpt.yaml").write_text(OPTION)
-    return lambda: os.environ.update(STEADFAST_CONF=str(conf))
 
 
 def note_state(path: Path) -> Callable[[], None]:
@@ -82,12 +71,7 @@ def note_state(path: Path) -> Callable[[], None]:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("whole") / "runs", before=own_option)
-
-
-@pytest.fixture(scope="session")
-def begun(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ended, str]]:
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ended, str]]:
     """Return a function: a strategy -> its run, stopped after step 5, and the hashes of its state."""
     done: dict[str, tuple[Ended, str]] = {}
 
@@ -96,7 +80,7 @@ def begun(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFacto
             folder = tmp_path_factory.mktemp("begun")
             # two ranks agree a step later than one
             cut = 5 if line(strategy)[1].endswith("=1") else 4
-            before = together(own_option, note_state(folder / "state"), after_step(cut, preempt))
+            before = together(note_state(folder / "state"), after_step(cut, preempt))
             stopped = command(*RUN, *line(strategy), root=folder / "runs", before=before)
             assert stopped.code == 75, stopped.output
             assert stopped.summary["step"] == 5
@@ -125,18 +109,14 @@ def pairs() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("first", "second"), [*pairs()])
 def test_a_run_goes_on_under_another_strategy(
-    first: str,
-    second: str,
-    begun: Callable[[str], tuple[Ended, str]],
-    own_option: Callable[[], None],
-    uninterrupted: Ended,
-    tmp_path: Path,
+    first: str, second: str, begun: Callable[[str], tuple[Ended, str]], tmp_path: Path
 ) -> None:
     stopped, state = begun(first)
-    before = together(own_option, note_state(tmp_path / "state"))
-    ended = finished(*RUN, *line(second), f"run.resume={stopped.directory}", root=tmp_path / "runs", before=before)
+    ended = finished(
+        *RUN, *line(second), f"run.resume={stopped.directory}", root=tmp_path / "runs", before=note_state(tmp_path / "state")
+    )
     assert json.loads((tmp_path / "state").read_text()) == json.loads(state)
-    assert_close(ended, uninterrupted)
+    assert_close(ended, once(*RUN))
 
 
 def test_the_same_command_under_another_strategy_is_the_same_run(
@@ -160,27 +140,20 @@ CHAINS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def longer(own_option: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LONGER, root=tmp_path_factory.mktemp("longer") / "runs", before=own_option)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", slow_but([CHAINS[3]], CHAINS[1:]))
-def test_a_chain_of_strategies_comes_to_the_same_end(
-    chain: list[tuple[str, int | None]], own_option: Callable[[], None], longer: Ended, tmp_path: Path
-) -> None:
+def test_a_chain_of_strategies_comes_to_the_same_end(chain: list[tuple[str, int | None]], tmp_path: Path) -> None:
     previous: Ended | None = None
     step = 0
     for hop, (strategy, ranks) in enumerate(chain):
         resume = [f"run.resume={previous.directory}"] if previous else []
         is_last = hop == len(chain) - 1
-        before = own_option if is_last else together(own_option, after_step(step + 1, preempt))
+        before = None if is_last else after_step(step + 1, preempt)
         hopped = command(*LONGER, *line(strategy, ranks), *resume, root=tmp_path / str(hop), before=before)
         assert hopped.code == (0 if is_last else 75), hopped.output
         previous, step = hopped, hopped.summary["step"]
     assert previous is not None
-    assert_close(previous, longer)
+    assert_close(previous, once(*LONGER))
 
 
 def lines_run(act: Callable[[], object]) -> int:

@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from framework.parallel import invariant
 from framework.parallel.invariant import TreeSum
-from tests.harness import Ended, Says, command, exact_rows, finished, slow_but
+from tests.harness import Ended, Says, command, exact_rows, finished, once, slow_but
 from tests.product import trained
 from tests.test_conformance import SMALL, TOKENS
 from tests.test_resume import after_step, preempt
@@ -41,35 +40,25 @@ def digest(ended: Ended) -> str:
     return sha.hexdigest()
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    done: dict[str, Ended] = {}
-
-    def run(line: str) -> Ended:
-        if line not in done:
-            done[line] = finished(*LINES[line], root=tmp_path_factory.mktemp("one") / "runs")
-        return done[line]
-
-    return run
+def one(line: str) -> Ended:
+    return once(*LINES[line])
 
 
 @pytest.mark.parametrize("ranks", slow_but([9], [2, 3, 5, 7, 9]))  # of nine, two have nothing to do
 @pytest.mark.parametrize("line", slow_but([[*LINES][0], [*LINES][-1]], LINES))
-def test_any_number_of_processes_gives_the_same_bits(
-    line: str, ranks: int, one: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_any_number_of_processes_gives_the_same_bits(line: str, ranks: int, tmp_path: Path) -> None:
     run = finished(*LINES[line], "parallel=ddp", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
     assert digest(run) == digest(one(line))
     assert exact_rows(run) == exact_rows(one(line))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_so_does_a_sharded_optimizer(ranks: int, one: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_so_does_a_sharded_optimizer(ranks: int, tmp_path: Path) -> None:
     run = finished(*LINES["cnn"], "parallel=zero", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
     assert digest(run) == digest(one("cnn"))
 
 
-def test_a_run_may_change_its_number_of_processes(one: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_run_may_change_its_number_of_processes(tmp_path: Path) -> None:
     for ranks, stop in [(3, 2), (1, 4), (2, 5), (7, None)]:  # several agree a step later
         before = after_step(stop, preempt) if stop else None
         line = ["parallel=ddp", f"launch.nproc_per_node={ranks}"]
@@ -79,7 +68,7 @@ def test_a_run_may_change_its_number_of_processes(one: Callable[[str], Ended], t
     assert exact_rows(ended) == exact_rows(one("cnn"))
 
 
-def test_without_it_the_bits_depend_on_the_number_of_processes(one: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_without_it_the_bits_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     line = [*LINES["cnn"], "invariance=samples", "parallel=ddp", "launch.nproc_per_node=3"]
     assert digest(finished(*line, root=tmp_path / "runs")) != digest(one("cnn"))
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from framework.build.components import shapes_of
 from framework.cli.check_run import print_summary
 from framework.modules.summary import summary
 from framework.preflight import rehearsal
-from tests.harness import Says, command, finished, slow_but
+from tests.harness import Says, checked, command, slow_but
 from tests.test_zoo import line as zoo_line
 
 LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8", "model=vit",
@@ -18,15 +19,17 @@ LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "da
 
 
 def test_it_prints_the_layers_and_what_was_tried_and_writes_nothing(tmp_path: Path) -> None:
-    ended = command(*LINE, "mode=check", "rehearse=false", "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "runs")
+    line = [*LINE, "parallel=ddp", "launch.nproc_per_node=2"]
+    ended = command(*line, "mode=check", "rehearse=false", root=tmp_path / "runs")
     assert ended.code == 0, ended.output
     table = [line.split() for line in ended.output.splitlines()]
     (blocks,) = [words for words in table if words and words[0] == "layers.0-2"]
     assert blocks[1] == "Block" and blocks[blocks.index("3") : blocks.index("3") + 2] == ["3", "x"]
     assert "the rehearsal finds no problem" in ended.output
     assert not list((tmp_path / "runs").glob("*"))
-    run = finished(*LINE, "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "runs")
-    assert run.directory.name in ended.output and f"{run.summary['parameters']:,}" in ended.output
+    config = checked(*line)
+    parameters = sum(weight.numel() for weight in shapes_of(config.model, seed=0).parameters())
+    assert config.run.id in ended.output and f"{parameters:,}" in ended.output
 
 
 def test_what_breaks_the_promise_is_found_whatever_rehearse_says(tmp_path: Path) -> None:

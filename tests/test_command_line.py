@@ -195,7 +195,7 @@ def test_a_dumb_terminal_gets_plain_lines_with_every_row(tmp_path: Path) -> None
 
 
 def test_a_narrow_terminal_gets_one_line_of_progress(tmp_path: Path) -> None:
-    printed = on_a_terminal(f"{TINY} trainer.log_every=1", directory=tmp_path, columns=40, TERM="xterm")
+    printed = on_a_terminal(f"{TINY} rehearse=false trainer.log_every=1", directory=tmp_path, columns=40, TERM="xterm")
     assert re.search(r"head +Linear +50 +80", re.sub(COLOUR, "", printed)), printed  # what the run trains, without shapes
     assert "N x 10" not in printed
     progress = [part for part in re.split(r"\r\n|\x1b\[2K", printed) if "eta" in part]
@@ -246,7 +246,7 @@ def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
     line = "python train.py model=vit model."
     env = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
     completing, importing = [], []
-    for _ in range(5):  # the best of five, in the processor's time, beside Hydra's own: torch alone would take ten times that
+    for _ in range(3):  # the best of three, in the processor's time, beside Hydra's own: torch alone would take ten times that
         for command, durations in (([*TRAIN.split(), "-sc", "query=bash"], completing), (HYDRA, importing)):
             begun = os.times()
             done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
@@ -280,6 +280,7 @@ def test_from_another_directory_a_run_lives_there(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/default/*/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_hashes_of_text_are_the_same_in_every_start(tmp_path: Path) -> None:
     line = "train dataset=synthetic dataset.image_size=8 model._target_=tests.faulty.OfHashes trainer.max_epochs=null trainer.max_steps=1 rehearse=false"
     env = {"PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": ""}

@@ -1,16 +1,14 @@
 """The promise: how a run is executed does not change what it computes. Every strategy against one process, in float64."""
 
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from framework.config.folders import CONF, option_node, options
-from tests.harness import Ended, Says, assert_close, command, finished, slow_but
+from framework.config.folders import option_node, options
+from tests.harness import Ended, Says, assert_close, command, finished, once, slow_but
 
 # Epochs of 4 steps of 14 samples and a short one of 10: micro-batches of 4, 4, 4 and 2, or of 4, 4 and 2, so that no
 # rank's share is even.
@@ -43,7 +41,11 @@ MODELS = {
         "model.balance=0.1",
         "model.tie_embeddings=true",
     ],  # fmt: skip
-    "two inputs": ["dataset=pairs", "model=two_inputs"],
+    "two inputs": [
+        "dataset._target_=tests.two_inputs.Pairs",
+        "task=classification",
+        "model._target_=tests.two_inputs.TwoInputs",
+    ],
     # at its end an image of 32 x 32 is one pixel: over fewer than 7 samples BatchNorm would make noise of rounding
     RESNET18: [
         "dataset=synthetic",
@@ -57,12 +59,6 @@ MODELS = {
         "scheduler.warmup_steps=100",
     ],  # fmt: skip
 }
-# what the two files of a user's own model and dataset say
-OWN_OPTIONS = {
-    "model/two_inputs.yaml": "_target_: tests.two_inputs.TwoInputs\nnum_classes: null\ndim: 12\n",
-    "dataset/pairs.yaml": "defaults:\n  - override /task@_global_.task: classification\n\n"
-                          "_target_: tests.two_inputs.Pairs\nnum_samples: 66\nnum_workers: 0\n",
-}  # fmt: skip
 OPTIMIZERS = {
     "adamw": ["optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1"],
     # the average of the weights is what is evaluated, and kept
@@ -120,30 +116,8 @@ def name(strategy: str, ranks: int, mesh: list[str]) -> str:
     return " ".join([strategy, str(ranks), *(option.partition(".")[2] for option in mesh)])
 
 
-One = Callable[[str, str], Ended]
-
-
-@pytest.fixture(scope="session")
-def own_options(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], None]:
-    """Return what makes a command know the options of OWN_OPTIONS."""
-    conf = tmp_path_factory.mktemp("own") / "conf"
-    shutil.copytree(CONF, conf)
-    for name, text in OWN_OPTIONS.items():
-        (conf / name).write_text(text)
-    return lambda: os.environ.update(STEADFAST_CONF=str(conf))
-
-
-@pytest.fixture(scope="session")
-def one_process(own_options: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> One:
-    done: dict[tuple[str, str], Ended] = {}
-
-    def run(model: str, optimizer: str) -> Ended:
-        if (model, optimizer) not in done:
-            line = [*RUN, *MODELS[model], *OPTIMIZERS[optimizer]]
-            done[model, optimizer] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs", before=own_options)
-        return done[model, optimizer]
-
-    return run
+def one_process(model: str, optimizer: str) -> Ended:
+    return once(*RUN, *MODELS[model], *OPTIMIZERS[optimizer])
 
 
 # what cannot be, and the line that says so
@@ -175,45 +149,47 @@ REFUSED |= {
 }
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "model"), REFUSED)
-def test_what_a_strategy_cannot_do_is_refused_before_the_start(
-    strategy: str, ranks: int, model: str, own_options: Callable[[], None], tmp_path: Path
-) -> None:
+# quick: once for each strategy
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "model"), slow_but({key[0]: key for key in REFUSED}.values(), REFUSED, unpack=True)
+)
+def test_what_a_strategy_cannot_do_is_refused_before_the_start(strategy: str, ranks: int, model: str, tmp_path: Path) -> None:
     mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, ranks))
     line = [*RUN, *MODELS[model], f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
-    refused = command(*line, root=tmp_path / "runs", before=own_options)
+    refused = command(*line, root=tmp_path / "runs")
     assert refused.code == 78
     assert refused.output == Says(REFUSED[strategy, ranks, model])
     assert re.search("ddp, zero, fsdp (or|and) hsdp,? (which )?take (any|most)", refused.output)
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("strategy", slow_but(["tensor", "context"], ["tensor", *CONTEXTS, "fsdp+tp"]))
+@pytest.mark.parametrize("strategy", slow_but(["context"], ["tensor", *CONTEXTS, "fsdp+tp"]))
 def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tmp_path: Path) -> None:
     mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, 2))
-    line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh, "launch.nproc_per_node=2"]
+    line = [
+        *RUN,
+        *MODELS["gpt, tied"],
+        "model.num_layers=1",
+        "model.dropout=0.1",
+        f"parallel={strategy}",
+        *mesh,
+        "launch.nproc_per_node=2",
+    ]
     refused = command(*line, "rehearse=true", root=tmp_path / "runs")
     assert refused.code == 78
     assert "parallel: 2 processes compute different results with this model than one process" in refused.output
-
-
-@pytest.fixture(scope="session")
-def one_process_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", root=tmp_path_factory.mktemp("dropout") / "runs")
 
 
 DROPOUT = [("ddp", 3), ("fsdp", 2), ("pipeline", 2), ("pipeline", 4), ("ddp+pp", 4)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), slow_but([("ddp", 3), ("pipeline", 2)], DROPOUT, unpack=True))
-def test_dropout_draws_the_same_wherever_its_layer_lies(
-    strategy: str, ranks: int, one_process_with_dropout: Ended, tmp_path: Path
-) -> None:
+def test_dropout_draws_the_same_wherever_its_layer_lies(strategy: str, ranks: int, tmp_path: Path) -> None:
     """In embeddings, in residual branches, and inside of attention, where it is a function and no layer."""
     mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, ranks))
     line = [*RUN, *MODELS["gpt, tied"], "model.dropout=0.1", f"parallel={strategy}", *mesh]
     run = finished(*line, f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
-    assert_close(run, one_process_with_dropout)
+    assert_close(run, once(*RUN, *MODELS["gpt, tied"], "model.dropout=0.1"))
 
 
 # ResNet-18 has eleven million parameters in float64; what more ranks do to uneven shares, two models show
@@ -252,28 +228,16 @@ def crossed() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("strategy", "ranks", "mesh", "model", "optimizer"), [*crossed()])
 def test_ranks_compute_what_one_process_does(
-    strategy: str,
-    ranks: int,
-    mesh: list[str],
-    model: str,
-    optimizer: str,
-    one_process: One,
-    own_options: Callable[[], None],
-    tmp_path: Path,
+    strategy: str, ranks: int, mesh: list[str], model: str, optimizer: str, tmp_path: Path
 ) -> None:
     line = [*RUN, *MODELS[model], *OPTIMIZERS[optimizer], f"parallel={strategy}", *mesh]
-    run = finished(*line, f"launch.nproc_per_node={ranks}", root=tmp_path / "runs", before=own_options)
+    run = finished(*line, f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
     assert_close(run, one_process(model, optimizer))
 
 
 # a batch of 2 among 3 ranks: one of them has nothing to do in any step
 WHOLE = [*SMALL, "dataset.num_classes=12", "precision=fp64", "model=cnn", "model.channels=[4,8,8]", "global_batch_size=2", "trainer.max_epochs=null",
          "trainer.max_steps=20", "trainer.log_every=1", "optimizer=sgd", "optimizer.lr=0.01"]  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*WHOLE, root=tmp_path_factory.mktemp("whole") / "runs")
 
 
 @pytest.mark.parametrize(
@@ -285,11 +249,11 @@ def one_process_whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     ],
 )
 def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(
-    strategy: str, ranks: int, mesh: list[str], one_process_whole: Ended, tmp_path: Path
+    strategy: str, ranks: int, mesh: list[str], tmp_path: Path
 ) -> None:
     line = [*WHOLE, f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
     run = finished(*line, root=tmp_path / "runs")
-    assert_close(run, one_process_whole)
+    assert_close(run, once(*WHOLE))
     assert "depend on the number of processes" not in run.output
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from framework.runtime.environment import Environment
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, assert_same_bits, begin, end, finished, slow_but, wait_for
+from tests.harness import Ended, assert_same_bits, begin, end, finished, once, slow_but, wait_for
 from tests.test_malformed import REPOSITORY
 from tests.test_preemption import LINE, MOMENTS, STEP, members, once_at
 from tests.test_resume import STRATEGIES
@@ -49,9 +49,8 @@ def held(moment: str, mark: Path, *, seconds: int) -> Callable[[], None]:
     return lambda: once_at(*MOMENTS[moment], hold)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LINE, "seed=0", root=tmp_path_factory.mktemp("undisturbed") / "runs")
+def undisturbed() -> Ended:
+    return once(*LINE, "seed=0")
 
 
 def begin_held(way: str, moment: str, *, seconds: int, root: Path) -> tuple[subprocess.Popen[str], Path]:
@@ -67,7 +66,7 @@ CASES += [("two ranks", "training"), ("two ranks", "saving"), ("sweep", "trainin
 
 
 @pytest.mark.parametrize(("way", "moment"), slow_but([CASES[0], *CASES[-4:-2]], CASES, unpack=True))
-def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: str, undisturbed: Ended, tmp_path: Path) -> None:
+def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     process, output = begin_held(way, moment, seconds=120, root=root)
     os.killpg(process.pid, signal.SIGINT)
@@ -80,11 +79,11 @@ def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: st
     wait_for(lambda: not members(process.pid), what="no process is left", timeout_s=2.0)
     assert time.monotonic() - again < 2.0
     if way == "alone":
-        assert_same_bits(finished(*LINE, root=root), undisturbed)
+        assert_same_bits(finished(*LINE, root=root), undisturbed())
 
 
-@pytest.mark.parametrize("moment", ["training", "evaluation"])
-def test_once_it_is_said_at_once_and_a_checkpoint_is_committed(moment: str, undisturbed: Ended, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", slow_but(["training"], ["training", "evaluation"]))
+def test_once_it_is_said_at_once_and_a_checkpoint_is_committed(moment: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     process, output = begin_held("alone", moment, seconds=4, root=root)
     os.killpg(process.pid, signal.SIGINT)
@@ -95,7 +94,7 @@ def test_once_it_is_said_at_once_and_a_checkpoint_is_committed(moment: str, undi
     assert stopped.code == 75
     told = f"stopped after step {STEP}; the same command continues from the checkpoint of step {STEP}"
     assert stopped.output.splitlines()[-1] == told
-    assert_same_bits(finished(*LINE, root=root), undisturbed)
+    assert_same_bits(finished(*LINE, root=root), undisturbed())
 
 
 def test_after_a_run_signals_are_heard_as_before(tmp_path: Path) -> None:

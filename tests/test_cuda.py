@@ -28,6 +28,7 @@ from framework.training.loop import Trainer
 from tests import device_branches, fake_cuda
 from tests.emulated_tensors import Emulated
 from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks
+from tests.harness import slow_but
 from tests.test_conformance import NOT_EQUAL
 
 RUN = ["trainer.max_epochs=null", "trainer.max_steps=12", "trainer.log_every=5", "checkpoint.every=null"]
@@ -230,31 +231,21 @@ def answers_of_rank(rank: int, num_ranks: int, folder: str, line: list[str], dev
 # --- the tests
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(["model=cnn", "dataset=digits", "dataset.augment=true"], marks=pytest.mark.slow),
-        pytest.param(
-            ["model=cnn", "dataset=digits", "precision=bf16", "micro_batch_size=16", "trainer.clip_grad_norm=1.0"],
-            marks=pytest.mark.slow,
-        ),
-        [*TOKENS, "model.dropout=0.1", "precision=bf16", "trainer.ema_decay=0.9"],
-        pytest.param([*TOKENS, "optimizer=muon", "trainer.activation_checkpointing=true"], marks=pytest.mark.slow),
-        pytest.param(
-            [*TOKENS, "model.dim=64", "dataset.seq_len=64", "trainer.activation_offload=true"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ["model=cnn", "dataset=digits", "parallel=model-parallel", "parallel.num_devices=2"], marks=pytest.mark.slow
-        ),
-        pytest.param(["model=mlp", "dataset=digits", "parallel=zero"], marks=pytest.mark.slow),
-        pytest.param(["model=mlp", "dataset=digits", "trainer.grad_noise.eta=0.1"], marks=pytest.mark.slow),
-        pytest.param(
-            ["model=resnet", "model.depth=18", "dataset=synthetic", "global_batch_size=2", "optimizer=sgd"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=lambda line: " ".join(line[-2:]),
-)
+QUICK = [*TOKENS, "model.dropout=0.1", "precision=bf16", "trainer.ema_decay=0.9"]
+STEPS = [
+    QUICK,
+    ["model=cnn", "dataset=digits", "dataset.augment=true"],
+    ["model=cnn", "dataset=digits", "precision=bf16", "micro_batch_size=16", "trainer.clip_grad_norm=1.0"],
+    [*TOKENS, "optimizer=muon", "trainer.activation_checkpointing=true"],
+    [*TOKENS, "model.dim=64", "dataset.seq_len=64", "trainer.activation_offload=true"],
+    ["model=cnn", "dataset=digits", "parallel=model-parallel", "parallel.num_devices=2"],
+    ["model=mlp", "dataset=digits", "parallel=zero"],
+    ["model=mlp", "dataset=digits", "trainer.grad_noise.eta=0.1"],
+    ["model=resnet", "model.depth=18", "dataset=synthetic", "global_batch_size=2", "optimizer=sgd"],
+]
+
+
+@pytest.mark.parametrize("line", slow_but([QUICK], STEPS), ids=lambda line: " ".join(line[-2:]))
 def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
     counted = call(steps, line=line)
     assert {step["device"] for step in counted} == {"cuda:0"}
@@ -297,29 +288,10 @@ def test_what_must_decide_in_a_step_waits_once() -> None:
         assert [sum(step["waits"].values()) for step in counted] == [1, 1, 2, 1, 1, 1, 1, 2], counted
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ddp",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "zero",
-                "fsdp",
-                "hsdp",
-                "tensor",
-                "fsdp+tp",
-                "pipeline",
-                "ddp+pp",
-                "context",
-                "fsdp+context",
-                "local-sgd",
-                "diloco",
-                "gossip",
-            )
-        ),
-    ],
-)
+# ddp's step is in the quick test above
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "fsdp", "hsdp", "tensor", "fsdp+tp", "pipeline", "ddp+pp", "context", "fsdp+context",
+                                      "local-sgd", "diloco", "gossip"])  # fmt: skip
 def test_no_strategy_waits_in_a_step(strategy: str) -> None:
     line = [*TOKENS, f"parallel={strategy}", "launch.nproc_per_node=2"]
     ranks = call_ranks(steps_of_rank, 2, line=line)
@@ -342,14 +314,8 @@ def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:
     assert sum(row["forward_backward_s"] for row in there["rows"] if row["split"] == "train") > 0
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param("muon", marks=pytest.mark.slow),
-        pytest.param("adamw", marks=pytest.mark.slow),
-        pytest.param("sgd", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "sgd"])
 def test_a_run_on_a_device_goes_on_from_its_checkpoint(optimizer: str) -> None:
     line = ["model=mlp", "dataset=digits", f"optimizer={optimizer}", "rehearse=false", "trainer.log_every=3"]
     whole = [row for row in call(whole_run, line=line, device="cuda:0")["rows"] if row["split"] == "train"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.harness import Ended, assert_close, finished, wait_for
+from tests.harness import Ended, assert_close, once, wait_for
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
 from tests.launch.test_sockets import free_port  # noqa: F401  # a fixture
@@ -41,9 +41,8 @@ def ends(processes: list[subprocess.Popen[str]], folder: Path) -> Ended:
     return Ended(0, "\n".join(outputs), folder / "runs")
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
+def one() -> Ended:
+    return once(*RUN)
 
 
 def test_the_dockerfile_has_no_fault_that_its_linter_knows() -> None:
@@ -89,14 +88,14 @@ def test_the_indexed_job_is_one_by_the_schema_of_kubernetes(version: str) -> Non
 
 
 @pytest.mark.slow
-def test_the_pods_of_an_indexed_job_are_the_nodes_of_one_run(one: Ended, tmp_path: Path) -> None:
+def test_the_pods_of_an_indexed_job_are_the_nodes_of_one_run(tmp_path: Path) -> None:
     _, job = documents("indexed_job.yaml")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     pods = [in_container([*ENTRYPOINT, *container["args"]], tmp_path, JOB_COMPLETION_INDEX=str(index))
             for index in range(job["spec"]["completions"])]  # fmt: skip
     ended = ends(pods, tmp_path)
     assert ended.summary["world_size"] == 2
-    assert_close(ended, one)
+    assert_close(ended, one())
 
 
 def test_the_pytorch_job_is_one_by_the_operators_own_models() -> None:
@@ -113,7 +112,7 @@ def test_the_pytorch_job_is_one_by_the_operators_own_models() -> None:
 
 
 @pytest.mark.slow
-def test_the_pods_of_a_pytorch_job_are_the_nodes_of_one_run(one: Ended, tmp_path: Path, free_port: int) -> None:  # noqa: F811
+def test_the_pods_of_a_pytorch_job_are_the_nodes_of_one_run(tmp_path: Path, free_port: int) -> None:  # noqa: F811
     """By the variables that the operator sets."""
     (job,) = documents("pytorch_job.yaml")
     port, pods = str(free_port), []
@@ -125,7 +124,7 @@ def test_the_pods_of_a_pytorch_job_are_the_nodes_of_one_run(one: Ended, tmp_path
         pods.append(in_container([*container["command"], *container["args"]], tmp_path, **meet, **agents))
     ended = ends(pods, tmp_path)
     assert ended.summary["world_size"] == 2
-    assert_close(ended, one)
+    assert_close(ended, one())
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from framework.runtime.exits import Diverged
 from framework.training.loop import Trainer
 from framework.training.recovery import Recovery
 from tests.checkpoint.sealing import edit
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, note_steps, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, note_steps, once, slow_but
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, MODELS, NOT_EQUAL, layouts
 from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
@@ -107,27 +107,24 @@ def without_step_11() -> None:
     Trainer.take = take  # type: ignore[method-assign]
 
 
-@pytest.fixture(scope="module")
-def left_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    root = tmp_path_factory.mktemp("left_out")
-    return {name: finished(*LINE, *STRATEGIES[name], root=root / name, before=without_step_11) for name in ALL}
+def left_out(strategy: str) -> Ended:
+    return once(*LINE, *STRATEGIES[strategy], before=without_step_11)
 
 
 @pytest.mark.parametrize("fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"])
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2", "fsdp 2"]))
-def test_a_skipped_step_leaves_no_trace(
-    strategy: str, fault: Callable[[], None], left_out: dict[str, Ended], tmp_path: Path
-) -> None:
+def test_a_skipped_step_leaves_no_trace(strategy: str, fault: Callable[[], None], tmp_path: Path) -> None:
     ended = finished(*LINE, *STRATEGIES[strategy], SKIP, root=tmp_path / "runs", before=fault)
     assert ended.output.count("of step 11 is not finite") == 1
     assert ": left out (1 of 10 times)" in ended.output
     assert ended.summary["num_divergences"] == 1
-    assert_same_bits(ended, left_out[strategy])
+    assert_same_bits(ended, left_out(strategy))
 
 
-def test_every_strategy_skips_the_same(left_out: dict[str, Ended]) -> None:
+@pytest.mark.slow
+def test_every_strategy_skips_the_same() -> None:
     for name in ALL[1:]:
-        assert_close(left_out[name], left_out["single"])
+        assert_close(left_out(name), left_out("single"))
 
 
 def test_skips_are_counted_through_interruptions_and_bounded(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
 from framework.modes import load_run as restored
 from framework.runtime.lock import Lock
-from tests.harness import Ended, begin, command, end, finished, wait_for_checkpoint
+from tests.harness import Ended, begin, command, end, finished, once, typed, wait_for_checkpoint
 from tests.test_conformance import FOR_EXPERTS, layouts
 from tests.test_layout import ROOT
 
@@ -33,9 +33,8 @@ RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "da
        "scheduler.warmup_steps=1"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("run") / "runs")
+def run() -> Ended:
+    return once(*RUN)
 
 
 def evaluated(run: Path, *overrides: str, root: Path, **options: Any) -> dict[str, Any]:
@@ -63,15 +62,15 @@ def measured(run: Ended, *, step: int, split: str) -> dict[str, Any]:
         ["trainer.divergence.back", "trainer.early_stopping.min_delta"],
     ],
 )
-def test_a_run_of_a_version_with_fewer_keys_is_evaluated_and_loaded(unknown: list[str], run: Ended, tmp_path: Path) -> None:
-    copy = tmp_path / run.directory.parent.name / run.directory.name
-    shutil.copytree(run.directory, copy)
+def test_a_run_of_a_version_with_fewer_keys_is_evaluated_and_loaded(unknown: list[str], tmp_path: Path) -> None:
+    copy = tmp_path / run().directory.parent.name / run().directory.name
+    shutil.copytree(run().directory, copy)
     config = recall(copy)
     for key in unknown:
         *sections, last = key.split(".")
         del functools.reduce(dict.__getitem__, sections, config)[last]  # type: ignore[arg-type]  # a section
     freeze(config, copy)
-    assert_equal(evaluated(copy, root=tmp_path / "none"), run.rows[-1])
+    assert_equal(evaluated(copy, root=tmp_path / "none"), run().rows[-1])
     assert not load(copy).training
 
 
@@ -87,27 +86,25 @@ QUICK = {("single", 1), ("ddp", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2),
         for layout in layouts(strategy)
     ],
 )
-def test_every_strategy_and_world_size_measures_the_same(
-    strategy: str, ranks: int, mesh: list[str], run: Ended, tmp_path: Path
-) -> None:
+def test_every_strategy_and_world_size_measures_the_same(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
     line = [f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh]
     if ranks == 3 and strategy in ("tensor", "fsdp+tp"):  # of the model's four heads
-        refused = command("mode=eval", f"run.dir={run.directory}", *line, root=tmp_path / "none")
+        refused = command("mode=eval", f"run.dir={run().directory}", *line, root=tmp_path / "none")
         assert refused.code == 78 and ": 3: does not divide the " in refused.output
         return
-    row = evaluated(run.directory, *line, root=tmp_path / "none")
+    row = evaluated(run().directory, *line, root=tmp_path / "none")
     assert (row["step"], row["samples"], row["world_size"]) == (10, 13, ranks)
-    assert_equal(row, measured(run, step=10, split="test"))
+    assert_equal(row, measured(run(), step=10, split="test"))
 
 
-def test_every_checkpoint_and_split_can_be_named(run: Ended, tmp_path: Path) -> None:
-    best = run.summary["metrics"]["val"]["best"]["step"]
-    places = {"last": 10, "final": 10, "best": best, "4": 4, str(run.directory / "checkpoints" / "step_00000006"): 6}
+def test_every_checkpoint_and_split_can_be_named(tmp_path: Path) -> None:
+    best = run().summary["metrics"]["val"]["best"]["step"]
+    places = {"last": 10, "final": 10, "best": best, "4": 4, str(run().directory / "checkpoints" / "step_00000006"): 6}
     for place, step in places.items():
-        row = evaluated(run.directory, f"run.checkpoint={place}", "eval.split=val", root=tmp_path / "none")
+        row = evaluated(run().directory, f"run.checkpoint={place}", "eval.split=val", root=tmp_path / "none")
         assert (row["step"], row["split"], row["samples"]) == (step, "val", 11)
-        assert_equal(row, measured(run, step=step, split="val"))
-    row = evaluated(run.directory, "eval.split=train", root=tmp_path / "none")
+        assert_equal(row, measured(run(), step=step, split="val"))
+    row = evaluated(run().directory, "eval.split=train", root=tmp_path / "none")
     assert row["samples"] == 40
 
 
@@ -130,9 +127,9 @@ def contents(run: Path) -> dict[str, str]:
     }
 
 
-def test_nothing_of_the_run_is_changed_and_the_result_is_printed(run: Ended, tmp_path: Path) -> None:
+def test_nothing_of_the_run_is_changed_and_the_result_is_printed(tmp_path: Path) -> None:
     copy = tmp_path / "copy"  # the run need not be where it was trained
-    shutil.copytree(run.directory, copy, ignore=shutil.ignore_patterns("evaluations.jsonl", ".eval"))
+    shutil.copytree(run().directory, copy, ignore=shutil.ignore_patterns("evaluations.jsonl", ".eval"))
     before = contents(copy)
     ended = finished("mode=eval", f"run.dir={copy}", "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "none")
     after = contents(copy)
@@ -146,14 +143,14 @@ def test_nothing_of_the_run_is_changed_and_the_result_is_printed(run: Ended, tmp
 
 
 @pytest.mark.slow
-def test_under_torchrun(run: Ended, tmp_path: Path) -> None:
+def test_under_torchrun(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "train.py")]
-    line += ["mode=eval", f"run.dir={run.directory}", "parallel=fsdp"]
+    line += ["mode=eval", f"run.dir={run().directory}", "parallel=fsdp"]
     done = subprocess.run(line, cwd=tmp_path, text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    row = json.loads((run.directory / "evaluations.jsonl").read_text().splitlines()[-1])
+    row = json.loads((run().directory / "evaluations.jsonl").read_text().splitlines()[-1])
     assert row["world_size"] == 2
-    assert_equal(row, measured(run, step=10, split="test"))
+    assert_equal(row, measured(run(), step=10, split="test"))
 
 
 # --- while the run goes on
@@ -182,8 +179,8 @@ def delete_before_loading() -> None:
     restored.load_evaluated = load
 
 
-def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(run: Ended, tmp_path: Path) -> None:
-    shutil.copytree(run.directory, tmp_path / "copy")
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(tmp_path: Path) -> None:
+    shutil.copytree(run().directory, tmp_path / "copy")
     gone = command("mode=eval", f"run.dir={tmp_path / 'copy'}", root=tmp_path / "none", before=delete_before_loading)
     assert gone.code == 65
     assert "step_00000010: the active run has deleted it meanwhile: give the command again" in gone.output
@@ -246,10 +243,10 @@ def leave(run: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_written(
-    spoil: Callable[[Path], None], line: str, code: int, said: str, run: Ended, tmp_path: Path
+    spoil: Callable[[Path], None], line: str, code: int, said: str, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(run.directory, copy, ignore=shutil.ignore_patterns(".eval"))
+    shutil.copytree(run().directory, copy, ignore=shutil.ignore_patterns(".eval"))
     spoil(copy)
     before = contents(copy)
     refused = command("mode=eval", f"run.dir={copy}", *line.split(), root=tmp_path / "none")
@@ -257,38 +254,37 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
     assert said in refused.output
 
 
-def test_two_evaluations_at_a_time_are_refused(run: Ended, tmp_path: Path) -> None:
-    lock = Lock(run.directory / ".eval")
+def test_two_evaluations_at_a_time_are_refused(tmp_path: Path) -> None:
+    lock = Lock(run().directory / ".eval")
     lock.take()
     try:
-        refused = command("mode=eval", f"run.dir={run.directory}", root=tmp_path / "none")
+        refused = command("mode=eval", f"run.dir={run().directory}", root=tmp_path / "none")
     finally:
         lock.release()
     assert refused.code == 1 and f".eval is in use by process {os.getpid()} on " in refused.output
 
 
-def test_a_run_of_a_version_with_fewer_keys_is_evaluated(run: Ended, tmp_path: Path) -> None:
-    shutil.copytree(run.directory, tmp_path / "copy")
-    config = recall(run.directory)
+def test_a_run_of_a_version_with_fewer_keys_is_evaluated(tmp_path: Path) -> None:
+    shutil.copytree(run().directory, tmp_path / "copy")
+    config = recall(run().directory)
     del config["trainer"]["divergence"], config["checkpoint"]["max_failures"], config["eval"]
     freeze(config, tmp_path / "copy")
-    assert_equal(evaluated(tmp_path / "copy", root=tmp_path / "none"), measured(run, step=10, split="test"))
+    assert_equal(evaluated(tmp_path / "copy", root=tmp_path / "none"), measured(run(), step=10, split="test"))
 
 
-def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(run: Ended, tmp_path: Path) -> None:
-    best = run.summary["metrics"]["val"]["best"]["step"]
-    shutil.copytree(run.directory, tmp_path / "copy")
+def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(tmp_path: Path) -> None:
+    best = run().summary["metrics"]["val"]["best"]["step"]
+    shutil.copytree(run().directory, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "checkpoints" / f"step_{best:08d}")
     ended = finished("mode=eval", f"run.dir={tmp_path / 'copy'}", "run.checkpoint=best", root=tmp_path / "none")
     assert f"the best val/loss was at step {best}, but its checkpoint was deleted" in ended.output
 
 
-def test_without_a_run_and_in_a_sweep(run: Ended, tmp_path: Path) -> None:
+def test_without_a_run_and_in_a_sweep(tmp_path: Path) -> None:
     refused = command("mode=eval", root=tmp_path / "none")
     assert (refused.code, refused.output) == (78, "run.dir: is missing: mode=eval needs one run (run.dir=runs/NAME/ID)\n")
-    line = [sys.executable, str(ROOT / "train.py"), "-m", "mode=eval", f"run.dir={run.directory}", "eval.split=val,test"]
-    done = subprocess.run(line, text=True, capture_output=True, timeout=60)
-    assert done.returncode == 78 and "mode: eval does nothing with a sweep (without -m)" in done.stderr
+    swept = typed("-m", "mode=eval", f"run.dir={run().directory}", "eval.split=val,test", directory=tmp_path)
+    assert swept.code == 78 and "mode: eval does nothing with a sweep (without -m)" in swept.output
 
 
 def flip_a_bit(path: Path) -> None:
@@ -297,9 +293,9 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_refused_if_named_and_passed_over_if_not(run: Ended, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_if_named_and_passed_over_if_not(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(run.directory, copy)
+    shutil.copytree(run().directory, copy)
     flip_a_bit(next((copy / "checkpoints" / "step_00000010").glob("*.safetensors")))
     for ranks in (1, 2):
         line = ["mode=eval", f"run.dir={copy}", "parallel=ddp", f"launch.nproc_per_node={ranks}", "run.checkpoint=10"]
@@ -308,11 +304,11 @@ def test_a_damaged_checkpoint_is_refused_if_named_and_passed_over_if_not(run: En
     assert evaluated(copy, root=tmp_path / "none")["step"] == 8
 
 
-def test_weights_of_another_model_are_refused(run: Ended, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     other = finished(*RUN, "model.dim=8", "trainer.max_epochs=1", root=tmp_path / "runs").directory
     for place, said in ((other / "checkpoints" / "step_00000004", "embedding.weight is torch.float64 [16, 8] in the checkpoint, "),
                         (other / "model.safetensors", "embedding.weight (F64 [16, 8] in the file, float64 [16, 16] in ")):  # fmt: skip
-        refused = command("mode=eval", f"run.dir={run.directory}", f"run.checkpoint={place}", root=tmp_path / "none")
+        refused = command("mode=eval", f"run.dir={run().directory}", f"run.checkpoint={place}", root=tmp_path / "none")
         assert refused.code == 65 and f"{place}: does not fit this run: " in refused.output and said in refused.output
 
 
@@ -330,9 +326,9 @@ def signal_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_stops_it_and_nothing_is_written(ranks: int, run: Ended, tmp_path: Path) -> None:
+def test_a_signal_stops_it_and_nothing_is_written(ranks: int, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(run.directory, copy, ignore=shutil.ignore_patterns("evaluations.jsonl"))
+    shutil.copytree(run().directory, copy, ignore=shutil.ignore_patterns("evaluations.jsonl"))
     line = ["mode=eval", f"run.dir={copy}", "parallel=ddp", f"launch.nproc_per_node={ranks}"]
     stopped = command(*line, root=tmp_path / "none", before=signal_in_the_middle)
     assert stopped.code == 75, stopped.output

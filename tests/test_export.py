@@ -5,7 +5,6 @@ import json
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from safetensors.torch import load_file
 
 from framework.build import components
 from framework.config.folders import options
-from tests.harness import Ended, command, finished, slow_but
-from tests.test_conformance import IMAGES, MODELS, OPTIMIZERS, SMALL, own_options  # noqa: F401  # a fixture
+from tests.harness import Ended, command, finished, once, slow_but
+from tests.test_conformance import IMAGES, MODELS, SMALL
 from tests.test_unpickling import note_unpickling
 
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
@@ -27,20 +26,10 @@ RUN = ["global_batch_size=14", "trainer.max_epochs=null", "trainer.max_steps=2",
 KINDS = {name: line for name, line in MODELS.items() if name != "torchvision's resnet18"}
 KINDS |= {"resnet": [*SMALL, "model=resnet"], "torchvision": [*IMAGES, "dataset.image_size=32", "model=torchvision",
                                                              "model.name=resnet18"]}  # fmt: skip
-Run = Callable[[str], Ended]
 
 
-@pytest.fixture(scope="module")
-def run(own_options: Callable[[], None], tmp_path_factory: pytest.TempPathFactory) -> Run:  # noqa: F811
-    done: dict[str, Ended] = {}
-
-    def train(kind: str) -> Ended:
-        if kind not in done:
-            line = [*RUN, *KINDS[kind]]
-            done[kind] = finished(*line, root=tmp_path_factory.mktemp("run") / "runs", before=own_options)
-        return done[kind]
-
-    return train
+def run(kind: str) -> Ended:
+    return once(*RUN, *KINDS[kind])
 
 
 def exported(run: Ended, *overrides: str, root: Path, **options: Any) -> Ended:
@@ -70,7 +59,7 @@ def test_every_kind_of_model_of_ours_is_among_these() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["two inputs"], KINDS))
-def test_what_is_exported_is_the_model_that_was_evaluated(kind: str, run: Run, tmp_path: Path) -> None:
+def test_what_is_exported_is_the_model_that_was_evaluated(kind: str, tmp_path: Path) -> None:
     trained = run(kind)
     formats = "[safetensors,pt2,onnx]" if HAS_ONNX else "[safetensors,pt2]"
     told = exported(trained, f"export.formats={formats}", root=tmp_path / "none").output
@@ -110,7 +99,7 @@ def through_onnx(path: Path, values: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.from_numpy(value) for value in session.run(None, given)]
 
 
-def test_the_file_of_weights_says_what_it_is(run: Run, tmp_path: Path) -> None:
+def test_the_file_of_weights_says_what_it_is(tmp_path: Path) -> None:
     trained = run("two inputs")
     exported(trained, "export.formats=[safetensors]", root=tmp_path / "none")
     config = yaml.safe_load((trained.directory / "config.yaml").read_text())
@@ -119,7 +108,7 @@ def test_the_file_of_weights_says_what_it_is(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_pickle_is_written_and_nothing_is_unpickled(run: Run, tmp_path: Path) -> None:
+def test_no_pickle_is_written_and_nothing_is_unpickled(tmp_path: Path) -> None:
     trained = run("gpt, tied")
     exported(trained, "export.formats=[pt2]", root=tmp_path / "none", before=note_unpickling(tmp_path / "found"))
     assert not (tmp_path / "found").exists(), (tmp_path / "found").read_text()
@@ -144,7 +133,7 @@ def copied(run: Ended, folder: Path) -> Path:
     return folder / "copy"
 
 
-def test_a_program_that_computes_something_else_is_not_kept(run: Run, tmp_path: Path) -> None:
+def test_a_program_that_computes_something_else_is_not_kept(tmp_path: Path) -> None:
     copy = copied(run("mlp"), tmp_path)
     line = ["mode=export", f"run.dir={copy}", "export.formats=[pt2]"]
     refused = command(*line, root=tmp_path / "none", before=spoil_weights)
@@ -169,7 +158,7 @@ def hide_onnxruntime() -> None:
     sys.modules["onnxruntime"] = None  # type: ignore[assignment]  # as if it were not installed
 
 
-def test_without_onnx_there_are_the_others_and_a_line(run: Run, tmp_path: Path) -> None:
+def test_without_onnx_there_are_the_others_and_a_line(tmp_path: Path) -> None:
     copy = copied(run("mlp"), tmp_path)
     told = finished("mode=export", f"run.dir={copy}", root=tmp_path / "none", before=hide_onnxruntime).output
     assert "no ONNX: it needs " in told and "onnxruntime (pip install 'steadfast[export]'" in told
@@ -187,6 +176,6 @@ def test_without_onnx_there_are_the_others_and_a_line(run: Run, tmp_path: Path) 
         ("eval.split=val", "eval.split: cannot be given to mode=export"),
     ],
 )
-def test_what_is_wrong_is_said(line: str, said: str, run: Run, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said(line: str, said: str, tmp_path: Path) -> None:
     refused = command("mode=export", f"run.dir={run('mlp').directory}", line, root=tmp_path / "none")
     assert refused.code == 78 and said in refused.output

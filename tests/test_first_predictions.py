@@ -15,7 +15,7 @@ from framework.config.folders import options
 from framework.config.frozen_file import recall
 from framework.runs.report import RunReader
 from framework.tasks.classification import Classification
-from tests.harness import Ended, Says, command, finished
+from tests.harness import Ended, Says, command, finished, once
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts
 from tests.test_loggers import OFFLINE, wandb_files, wandb_records
 
@@ -28,22 +28,21 @@ def table(run: Ended, name: str = "first_val") -> tuple[list[dict[str, Any]], di
     return [json.loads(line) for line in Path(f"{path}.jsonl").read_text().splitlines()], load_file(f"{path}.safetensors")
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("alone") / "runs")
+def alone() -> Ended:
+    return once(*RUN)
 
 
-def test_it_is_what_mode_predict_writes_of_the_first_samples_and_their_targets(alone: Ended, tmp_path: Path) -> None:
-    records, tensors = table(alone)
-    finished("mode=predict", f"run.dir={alone.directory}", "predict.split=val", root=tmp_path)
-    whole, all_tensors = table(alone, "val")
+def test_it_is_what_mode_predict_writes_of_the_first_samples_and_their_targets(tmp_path: Path) -> None:
+    records, tensors = table(alone())
+    finished("mode=predict", f"run.dir={alone().directory}", "predict.split=val", root=tmp_path)
+    whole, all_tensors = table(alone(), "val")
     assert len(records) == 17 < len(whole)
-    targets = components.dataset(recall(alone.directory)["dataset"]).load("val").gather(torch.arange(17).numpy())[1]
+    targets = components.dataset(recall(alone().directory)["dataset"]).load("val").gather(torch.arange(17).numpy())[1]
     for number, (one, other) in enumerate(zip(records, whole)):
         assert (one["sample"], one["class"], one["target"]) == (number, other["class"], int(targets[number]))
         assert one["probability"] == pytest.approx(other["probability"], rel=1e-12)
     assert torch.allclose(tensors["output"], all_tensors["output"][:17], rtol=0, atol=1e-12)
-    with Image.open(alone.directory / "predictions" / "first_val.png") as picture:
+    with Image.open(alone().directory / "predictions" / "first_val.png") as picture:
         assert picture.width == 17 * picture.height
 
 
@@ -59,9 +58,9 @@ QUICK = {("ddp", 2), ("pipeline", 2)}
         if strategy not in (*FOR_EXPERTS, *NOT_EQUAL, *CONTEXTS, "single")
     ],
 )
-def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[str], alone: Ended, tmp_path: Path) -> None:
+def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
     run = finished(*RUN, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, root=tmp_path / "runs")
-    (records, tensors), (wanted, theirs) = table(run), table(alone)
+    (records, tensors), (wanted, theirs) = table(run), table(alone())
     assert [(row["class"], row["target"]) for row in records] == [(row["class"], row["target"]) for row in wanted]
     assert torch.allclose(tensors["output"], theirs["output"], rtol=0, atol=1e-10)
 
@@ -119,6 +118,7 @@ def test_what_does_not_fit_into_one_table_is_left_out_with_a_warning(tmp_path: P
     assert run.output.count("part.predictions: left out: grows, odd, padded (") == 1
 
 
+@pytest.mark.slow
 def test_it_starts_on_several_processes_after_a_rehearsal(tmp_path: Path) -> None:
     line = [*RUN, "part.predictions.count=3", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
     assert len(table(finished(*line, root=tmp_path / "runs"))[0]) == 3

@@ -12,6 +12,7 @@ import torch
 from framework.preflight import child
 from framework.preflight.child import in_child
 from framework.runtime.files import own_file_positions
+from framework.runtime.forks import busy_s
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -89,3 +90,11 @@ def test_a_child_moves_no_place_in_its_parent_s_files(tmp_path: Path) -> None:
         process.start()
         process.join()
         assert process.exitcode == 0 and file.tell() == 10
+
+
+def test_who_polls_is_not_busy_and_who_computes_is_however_little_of_a_cpu_they_get() -> None:
+    alone, loaded, starved = (0.04, 0.0), (0.008, 0.8), (0.01, 0.99)  # of a second: on a CPU, and waiting for one
+    assert [busy_s({}, {1: use}, elapsed_s=1.0) for use in (alone, loaded)] == pytest.approx([0.04, 0.04])
+    assert busy_s({}, {1: starved}, elapsed_s=1.0) == pytest.approx(1.0)
+    assert busy_s({1: (5.0, 2.0)}, {1: (5.0, 2.0), 2: (0.5, 0.0)}, elapsed_s=1.0) == pytest.approx(0.5)
+    assert busy_s({1: (5.0, 2.0)}, {}, elapsed_s=1.0) == 5.0  # it has ended

@@ -189,7 +189,7 @@ ELSEWHERE = [
     pytest.param("fsdp 2", 1, stop, in_a_save, "saving", "save", marks=pytest.mark.slow),
     pytest.param("ddp 2", 0, loop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
     pytest.param("fsdp 3", 0, stop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
-    ("ddp 2", 0, stop, in_a_save, "saving", "save"),
+    pytest.param("ddp 2", 0, stop, in_a_save, "saving", "save", marks=pytest.mark.slow),
     pytest.param("ddp 3", 2, loop_in_c, in_a_save, "saving", "save", marks=pytest.mark.slow),
 ]
 

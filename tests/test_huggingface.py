@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from framework import load
-from tests.harness import Ended, Says, assert_same_bits, command, finished, slow_but
+from tests.harness import Ended, Says, assert_same_bits, command, finished, once, slow_but
 from tests.test_export import copied
 from tests.test_init_from import own_conf
 from tests.test_resume import after_step, crash
@@ -71,16 +71,13 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    done: dict[str, Ended] = {}
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    make("hf gpt2")  # so that the commands need not import the library
 
-    def train(kind: str) -> Ended:
-        if kind not in done:
-            done[kind] = finished(*RUN, *KINDS[kind], root=tmp_path_factory.mktemp("run") / "runs")
-        return done[kind]
 
-    return train
+def run(kind: str) -> Ended:
+    return once(*RUN, *KINDS[kind])
 
 
 def exported(run: Ended, root: Path) -> Path:
@@ -100,7 +97,7 @@ def inputs_of(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", slow_but(["gpt2"], ["gpt2", "vit", "wrapped"]))
-def test_from_pretrained_loads_what_was_exported(kind: str, run: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_from_pretrained_loads_what_was_exported(kind: str, tmp_path: Path) -> None:
     import transformers
 
     trained = run(kind)
@@ -116,7 +113,7 @@ def test_from_pretrained_loads_what_was_exported(kind: str, run: Callable[[str],
 
 
 @pytest.mark.slow
-def test_an_export_replaces_the_one_before(run: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
     copy = copied(run("gpt2"), tmp_path)
     for step, expected in ((2, "step_00000002"), (4, "step_00000004")):
         line = [*EXPORT, f"run.dir={copy}", f"run.checkpoint={step}"]
@@ -197,9 +194,7 @@ def test_the_names_of_a_base_without_a_prefix_are_refused_with_the_prefix(tmp_pa
         ("unfrozen", "export.formats: huggingface: only the adapter base_model.model.transformer.ln_f.weight was trained too"),
     ],
 )
-def test_what_has_no_folder_is_refused_before_anything_is_written(
-    kind: str, line: str, run: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_what_has_no_folder_is_refused_before_anything_is_written(kind: str, line: str, tmp_path: Path) -> None:
     copy = copied(run(kind), tmp_path)
     given = ["mode=export", "export.formats=[safetensors,huggingface]", f"run.dir={copy}"]
     refused = command(*given, root=tmp_path / "none")
@@ -208,7 +203,7 @@ def test_what_has_no_folder_is_refused_before_anything_is_written(
     assert not (copy / "export").exists()
 
 
-def test_a_folder_that_reads_as_something_else_is_not_kept(run: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_folder_that_reads_as_something_else_is_not_kept(tmp_path: Path) -> None:
     def spoil() -> None:
         import transformers
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from framework.config.init_from import init_identity
 from framework.runtime.files import checksum
-from tests.harness import Ended, Says, checked, command, finished
-from tests.test_warm_start import RUN, STILL, assert_begun_with, first  # noqa: F401  # a fixture
+from tests.harness import Says, checked, command, finished
+from tests.test_warm_start import RUN, STILL, assert_begun_with, first  # a fixture
 
 Weights = dict[str, torch.Tensor]
 LINE = [*RUN, *STILL, "parallel=fsdp", "launch.nproc_per_node=2"]
@@ -48,17 +48,17 @@ def own_conf(folder: Path) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("named", ["folder", "index", "run"])
-def test_a_folder_or_an_index_is_its_files(named: str, first: Ended, tmp_path: Path) -> None:  # noqa: F811
-    folder = sharded(first.weights, tmp_path / "hub")
-    path = {"folder": folder, "index": folder / "model.safetensors.index.json", "run": first.directory}[named]
+def test_a_folder_or_an_index_is_its_files(named: str, tmp_path: Path) -> None:
+    folder = sharded(first().weights, tmp_path / "hub")
+    path = {"folder": folder, "index": folder / "model.safetensors.index.json", "run": first().directory}[named]
     run = finished(*LINE, f"model.init_from={path}", root=tmp_path / "runs")
-    assert_begun_with(run, first.weights)
+    assert_begun_with(run, first().weights)
     assert "24 of the model's 24 tensors" in run.output and "WARNING" not in run.output
 
 
-def test_entries_are_renamed_prefixed_and_transposed(first: Ended, tmp_path: Path) -> None:  # noqa: F811
-    head = {"norm.weight": first.weights["norm.weight"], "norm.bias": first.weights["norm.bias"]}
-    body = {name: value for name, value in first.weights.items() if name not in (*head, "head.weight")}
+def test_entries_are_renamed_prefixed_and_transposed(tmp_path: Path) -> None:
+    head = {"norm.weight": first().weights["norm.weight"], "norm.bias": first().weights["norm.bias"]}
+    body = {name: value for name, value in first().weights.items() if name not in (*head, "head.weight")}
     # as another author has it: h_0.up.kernel, transposed; the layers without what is before them
     theirs = {re.sub(r"^layers\.(\d+)\.", r"h_\1.", name): value for name, value in body.items()}
     theirs = {name: value.t() if "mlp" in name and value.ndim == 2 else value for name, value in theirs.items()}
@@ -74,11 +74,11 @@ def test_entries_are_renamed_prefixed_and_transposed(first: Ended, tmp_path: Pat
     ]
     assert any("mlp" in name and tensor.ndim == 2 for name, tensor in theirs.items())
     run = finished(*LINE, init(value, tmp_path), root=tmp_path / "runs", before=own_conf(tmp_path))
-    assert_begun_with(run, first.weights)
+    assert_begun_with(run, first().weights)
     assert "WARNING" not in run.output
 
 
-def test_the_command_line_takes_a_list(first: Ended, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_line_takes_a_list(tmp_path: Path) -> None:
     save_file({"weight": torch.full((16,), 3.0)}, tmp_path / "norm.safetensors")
     line = f"model.init_from=[{{file: {tmp_path / 'norm.safetensors'}, prefix: norm., strict: true}}]"
     run = finished(*LINE, line, root=tmp_path / "runs")
@@ -88,17 +88,17 @@ def test_the_command_line_takes_a_list(first: Ended, tmp_path: Path) -> None:  #
 # --- what counts in the identity
 
 
-def test_one_file_is_its_checksum_however_it_is_written(first: Ended, tmp_path: Path) -> None:  # noqa: F811
-    file = first.directory / "model.safetensors"
+def test_one_file_is_its_checksum_however_it_is_written(tmp_path: Path) -> None:
+    file = first().directory / "model.safetensors"
     known = checksum(file)[1]  # as in every earlier version: the ids of their runs stay
-    for value in (str(file), [str(file)], str(first.directory), [{"file": str(file), "prefix": ""}]):
+    for value in (str(file), [str(file)], str(first().directory), [{"file": str(file), "prefix": ""}]):
         assert init_identity(value) == known, value
 
 
-def test_the_content_of_all_files_and_the_options_count_and_no_path(first: Ended, tmp_path: Path) -> None:  # noqa: F811
-    one, other = (sharded(first.weights, tmp_path / name) for name in ("one", "other"))
+def test_the_content_of_all_files_and_the_options_count_and_no_path(tmp_path: Path) -> None:
+    one, other = (sharded(first().weights, tmp_path / name) for name in ("one", "other"))
     assert init_identity(str(one)) == init_identity(str(other)) == init_identity(str(one / "model.safetensors.index.json"))
-    changed = sharded(first.weights | {"norm.bias": torch.ones(16)}, tmp_path / "changed")
+    changed = sharded(first().weights | {"norm.bias": torch.ones(16)}, tmp_path / "changed")
     values = [
         str(one),
         str(changed),
@@ -147,8 +147,8 @@ FILE = {"file": "FILE"}
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_wrong_is_a_line_before_the_start(value: Any, line: str, first: Ended, tmp_path: Path) -> None:  # noqa: F811
-    file = str(first.directory / "model.safetensors")
+def test_what_is_wrong_is_a_line_before_the_start(value: Any, line: str, tmp_path: Path) -> None:
+    file = str(first().directory / "model.safetensors")
     text = says(json.loads(json.dumps(value).replace("FILE", file)), tmp_path)
     (said,) = text.splitlines()
     assert said == Says(line.replace("FILE", "model.safetensors")), said
@@ -188,30 +188,30 @@ def damage_of(kind: str, folder: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_folder_is_refused(kind: str, line: str, first: Ended, tmp_path: Path) -> None:  # noqa: F811
-    folder = sharded(first.weights, tmp_path / "hub")
+def test_a_damaged_folder_is_refused(kind: str, line: str, tmp_path: Path) -> None:
+    folder = sharded(first().weights, tmp_path / "hub")
     damage_of(kind, folder)
     (said,) = says(str(folder), tmp_path).splitlines()
     assert said == Says(line), said
 
 
-def test_a_pickle_is_refused_with_the_command_that_converts_it(first: Ended, tmp_path: Path) -> None:  # noqa: F811
-    torch.save(first.weights, tmp_path / "model.pth")
+def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    torch.save(first().weights, tmp_path / "model.pth")
     (said,) = says(str(tmp_path / "model.pth"), tmp_path).splitlines()
     assert said == Says(f"model.init_from: is not a safetensors file it is a pickle `steadfast convert {tmp_path}/model.pth`")
 
 
-def test_a_shard_that_changes_before_the_start_is_refused(first: Ended, tmp_path: Path) -> None:  # noqa: F811
+def test_a_shard_that_changes_before_the_start_is_refused(tmp_path: Path) -> None:
     from tests.test_warm_start import change_before_the_start
 
-    folder = sharded(first.weights, tmp_path / "hub")
+    folder = sharded(first().weights, tmp_path / "hub")
     line = [*RUN, f"model.init_from={folder}", "parallel=ddp", "launch.nproc_per_node=2"]
     shard = folder / "model-00002-of-00002.safetensors"
     refused = command(*line, root=tmp_path / "runs", before=change_before_the_start(shard))
     assert refused.code == 65 and f"model.init_from: {shard} has changed since the command started" in refused.output
 
 
-def test_the_configuration_of_a_run_holds_the_checksum_of_each_file(first: Ended, tmp_path: Path) -> None:  # noqa: F811
-    folder = sharded(first.weights, tmp_path / "hub")
+def test_the_configuration_of_a_run_holds_the_checksum_of_each_file(tmp_path: Path) -> None:
+    folder = sharded(first().weights, tmp_path / "hub")
     digests = checked(*RUN, f"model.init_from={folder}").model["init_digest"]
     assert digests == {str(path): checksum(path)[1] for path in folder.iterdir()}

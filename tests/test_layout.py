@@ -15,7 +15,11 @@ HYDRA = {"train.py", *(f"framework/config/{part}.py" for part in ("compose", "ov
 
 FRAMEWORK = sorted((ROOT / "framework").rglob("*.py"))
 MODELS = sorted((ROOT / "models").rglob("*.py"))
-EXTRAS = sorted(path for path in (ROOT / "extras").rglob("*.py") if "tests" not in path.parts and path.name != "conftest.py")
+EXTRAS = sorted(
+    path
+    for path in (ROOT / "extras").rglob("*.py")
+    if "tests" not in path.relative_to(ROOT).parts and path.name != "conftest.py"
+)
 
 
 def imports(path: Path) -> set[str]:

@@ -28,7 +28,7 @@ from framework.loggers.wandb import Wandb
 from framework.runs.metrics_file import MACHINE
 from framework.sweep.sweep import sweep
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, command, files_below, finished, slow_but, wait_for
+from tests.harness import Ended, assert_same_bits, command, files_below, finished, once, slow_but, wait_for
 from tests.test_resume import after_step, crash, preempt
 from tests.wandb_server import WandbServer, wandb_server
 
@@ -40,9 +40,8 @@ RUN = [
 DDP = ["parallel=ddp", "launch.nproc_per_node=2"]
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("silent") / "runs")
+def base() -> Ended:
+    return once(*RUN)
 
 
 Scalars = dict[tuple[str, int], float]  # (SPLIT/METRIC, step) -> value
@@ -124,10 +123,10 @@ def assert_equal(actual: Scalars, expected: Scalars) -> None:
 # --- TensorBoard
 
 
-def test_tensorboard_holds_the_rows_of_metrics_jsonl(base: Ended, tmp_path: Path) -> None:
+def test_tensorboard_holds_the_rows_of_metrics_jsonl(tmp_path: Path) -> None:
     run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs")
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
-    assert_same_bits(run, base)
+    assert_same_bits(run, base())
 
 
 @pytest.mark.parametrize("strategy", slow_but([DDP], [[], DDP]), ids=["single", "ddp 2"])
@@ -160,7 +159,7 @@ def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_chec
 
 def test_tensorboard_forgets_the_steps_of_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
     line = [*RUN, "checkpoint.every=null", "logger=tensorboard"]
-    killed = command(*line, root=tmp_path / "runs", before=after_step(7, once(lambda: written(tmp_path, "events.*"), crash)))
+    killed = command(*line, root=tmp_path / "runs", before=after_step(7, when(lambda: written(tmp_path, "events.*"), crash)))
     assert killed.code == -signal.SIGKILL, killed.output
     run = finished(*line, root=tmp_path / "runs")
     assert "continuing from" not in run.output
@@ -254,7 +253,7 @@ def test_mlflow_is_one_run_equal_to_metrics_jsonl_after_a_kill(tmp_path: Path) -
 
     line = [*RUN, *DDP, "logger=mlflow", "logger.mlflow.log_model=true", "logger.mlflow.timeout_s=120"]
     database = tmp_path / "runs" / "mlflow.db"
-    dies = after_step(10, once(lambda: database.exists() and database.stat().st_size > 100_000, crash))
+    dies = after_step(10, when(lambda: database.exists() and database.stat().st_size > 100_000, crash))
     assert command(*line, root=tmp_path / "runs", before=dies).code != 0
     run = finished(*line, root=tmp_path / "runs")
     client = MlflowClient(f"sqlite:///{database}")
@@ -298,7 +297,7 @@ def test_mlflow_has_the_values_of_a_step_that_was_taken_again_under_any_name(tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_jobs_of_a_sweep_make_one_database_at_once(tmp_path: Path) -> None:
+def test_the_jobs_of_a_sweep_make_one_database_at_when(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     line = [*RUN, "trainer.max_epochs=1", "seed=0,1,2", "logger=mlflow", "logger.mlflow.timeout_s=120", "hydra/launcher=joblib",
@@ -322,7 +321,7 @@ def test_csv_files_hold_the_rows_of_metrics_jsonl_after_a_kill(tmp_path: Path) -
         assert rows == expected and rows, split
 
 
-def test_tensorboard_shows_the_first_training_images_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_first_training_images_when(tmp_path: Path) -> None:
     from PIL import Image
 
     line = [*RUN, "logger=tensorboard"]
@@ -369,7 +368,7 @@ def ended_by(act: Callable[[], None]) -> int:
     return 75 if act is preempt else -signal.SIGKILL
 
 
-def once(condition: Callable[[], bool], act: Callable[[], None]) -> Callable[[], None]:
+def when(condition: Callable[[], bool], act: Callable[[], None]) -> Callable[[], None]:
     """Return what waits for a condition, and then acts."""
 
     def wait_and_act() -> None:
@@ -395,20 +394,20 @@ def note_processes(folder: Path) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("strategy", slow_but([[]], [[], DDP]), ids=["single", "ddp 2"])
-def test_wandb_is_one_run_equal_to_metrics_jsonl_after_three_resumes(strategy: list[str], tmp_path: Path) -> None:
+def test_wandb_is_one_run_equal_to_metrics_jsonl_after_resumes(strategy: list[str], tmp_path: Path) -> None:
     line, root = [*RUN, *strategy, *OFFLINE], tmp_path / "runs"
     is_there = lambda: written(root, "*.wandb")  # noqa: E731
-    for step, act in ((5, preempt), (9, crash), (11, preempt)):  # a preempted one may take a step more
-        plants = [note_processes(tmp_path), after_step(step, once(is_there, act))]
+    for step, act in ((5, preempt), (9, crash)):  # a preempted one may take a step more
+        plants = [note_processes(tmp_path), after_step(step, when(is_there, act))]
         ended = command(*line, root=root, before=lambda plants=plants: [plant() for plant in plants] and None)
         assert ended.code == ended_by(act), ended.output
         before = len(files_below(root, "*.wandb"))
         is_there = lambda n=before: len(files_below(root, "*.wandb")) > n  # type: ignore[misc]  # noqa: E731
     run = finished(*line, root=root)
-    assert run.summary["restarts"] == 3
+    assert run.summary["restarts"] == 2
     assert [path.name for path in tmp_path.glob("opened_by_rank_*")] == ["opened_by_rank_0"]
     files = wandb_files(run.directory)
-    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 4  # a file for each start, one id
+    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 3  # a file for each start, one id
     assert_equal(wandb_rows(files[-1]), scalars_of(run.rows))  # the last holds what the others may have lost
 
 
@@ -508,7 +507,7 @@ def useless_server(kind: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", slow_but(["refuses"], ["refuses", "is silent"]))
-def test_a_run_neither_waits_for_a_dead_server_nor_loses_its_rows(kind: str, base: Ended, tmp_path: Path) -> None:
+def test_a_run_neither_waits_for_a_dead_server_nor_loses_its_rows(kind: str, tmp_path: Path) -> None:
     def plant() -> None:
         os.environ.pop("WANDB_MODE", None)
         os.environ |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": url}
@@ -532,7 +531,7 @@ def test_a_run_neither_waits_for_a_dead_server_nor_loses_its_rows(kind: str, bas
     (file,) = wandb_files(run.directory)
     assert f"wandb cannot be reached, so this run is recorded offline (`wandb sync {file.parent}` sends it)" in warning
     assert_equal(wandb_rows(file), scalars_of(run.rows))
-    assert_same_bits(run, base)
+    assert_same_bits(run, base())
 
 
 # --- Weights & Biases, online
@@ -586,7 +585,7 @@ def test_online_steps_never_go_backwards_and_none_is_lost(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_after_the_start_is_a_warning(base: Ended, tmp_path: Path) -> None:
+def test_a_server_that_dies_after_the_start_is_a_warning(tmp_path: Path) -> None:
     with wandb_server() as server:
         server.is_silent_after_start = True
         line = [*RUN, *ONLINE, "logger.wandb.timeout_s=15"]
@@ -595,23 +594,23 @@ def test_a_server_that_dies_after_the_start_is_a_warning(base: Ended, tmp_path: 
     assert "`wandb sync " in warning
     file = files_below(run.directory, "*.wandb")[-1]
     assert_equal(wandb_rows(file), scalars_of(run.rows))
-    assert_same_bits(run, base)
+    assert_same_bits(run, base())
 
 
 # --- several
 
 
 @pytest.mark.slow
-def test_tensorboard_and_wandb_at_once(base: Ended, tmp_path: Path) -> None:
+def test_tensorboard_and_wandb_at_when(tmp_path: Path) -> None:
     run = finished(*RUN, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline", root=tmp_path / "runs")
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
     (file,) = wandb_files(run.directory)
     assert_equal(wandb_rows(file), scalars_of(run.rows))
-    assert_same_bits(run, base)
+    assert_same_bits(run, base())
 
 
-def test_no_sink_leaves_a_file_without_its_option(base: Ended) -> None:
-    assert not (base.directory / "wandb").exists() and not (base.directory / "tensorboard").exists()
+def test_no_sink_leaves_a_file_without_its_option() -> None:
+    assert not (base().directory / "wandb").exists() and not (base().directory / "tensorboard").exists()
 
 
 # --- a sink that fails
@@ -633,7 +632,7 @@ def test_a_sink_that_raises_is_a_warning_and_the_run_finishes(method: str, strat
 
 
 @pytest.mark.parametrize("method", slow_but(["log"], ["__init__", "open", "log", "close"]))
-def test_a_sink_that_hangs_is_a_warning_and_the_run_finishes(method: str, base: Ended, tmp_path: Path) -> None:
+def test_a_sink_that_hangs_is_a_warning_and_the_run_finishes(method: str, tmp_path: Path) -> None:
     def plant() -> None:
         background.TIMEOUT_S = background._MARGIN_S = 0.2
         setattr(TensorBoard, method, lambda self, *args: [(tmp_path / "pid").write_text(str(os.getpid())), signal.pause()])
@@ -642,7 +641,7 @@ def test_a_sink_that_hangs_is_a_warning_and_the_run_finishes(method: str, base: 
     warning = "WARNING: logger tensorboard is off for the rest of this run: it did not end within 0 s"
     assert run.output.count(warning) == run.output.count("WARNING") == 1
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
-    assert_same_bits(run, base)
+    assert_same_bits(run, base())
     assert_equal(wandb_rows(wandb_files(run.directory)[0]), scalars_of(run.rows))  # the others go on
 
 
@@ -657,14 +656,14 @@ def test_a_sink_has_no_longer_than_is_left_before_the_signal_that_kills(tmp_path
 
 
 @pytest.mark.parametrize("method", slow_but(["log"], ["__init__", "open", "log", "close"]))
-def test_a_sink_that_dies_is_a_warning_and_the_run_finishes(method: str, base: Ended, tmp_path: Path) -> None:
+def test_a_sink_that_dies_is_a_warning_and_the_run_finishes(method: str, tmp_path: Path) -> None:
     def plant() -> None:
         setattr(TensorBoard, method, lambda self, *args: os.kill(os.getpid(), signal.SIGKILL))
 
     run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
     warning = "WARNING: logger tensorboard is off for the rest of this run: its process died"
     assert run.output.count(warning) == run.output.count("WARNING") == 1
-    assert_same_bits(run, base)
+    assert_same_bits(run, base())
     assert run.summary["unlogged"] == ["tensorboard"]
     again = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs")
     assert "finished already" in again.output and "logger tensorboard has all rows now" in again.output
@@ -673,14 +672,14 @@ def test_a_sink_that_dies_is_a_warning_and_the_run_finishes(method: str, base: E
     assert "has all rows" not in finished(*RUN, "logger=tensorboard", root=tmp_path / "runs").output
 
 
-def test_a_sink_that_takes_nothing_is_given_up_when_too_much_waits_for_it(base: Ended, tmp_path: Path) -> None:
+def test_a_sink_that_takes_nothing_is_given_up_when_too_much_waits_for_it(tmp_path: Path) -> None:
     def plant() -> None:
         background._MOST_BYTES = -1
         TensorBoard.__init__ = lambda self: signal.pause()  # type: ignore[method-assign,misc,assignment,return-value]
 
     run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
     assert run.output.count("logger tensorboard is off for the rest of this run: it reads nothing") == 1
-    assert_same_bits(run, base)
+    assert_same_bits(run, base())
 
 
 def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
@@ -692,10 +691,10 @@ def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
             open_(self, run)
 
         TensorBoard.open = noted  # type: ignore[method-assign]
-        after_step(6, once((tmp_path / "pid").exists, crash))()
+        after_step(6, when((tmp_path / "pid").exists, crash))()
 
     assert command(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant).code == -signal.SIGKILL
-    once(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), lambda: None)()
+    when(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), lambda: None)()
 
 
 def test_a_sink_hears_nothing_of_the_signals_that_stop_a_run(tmp_path: Path) -> None:
@@ -712,14 +711,14 @@ def test_a_sink_hears_nothing_of_the_signals_that_stop_a_run(tmp_path: Path) -> 
 # --- the console
 
 
-def test_without_a_terminal_the_console_is_plain_lines(base: Ended) -> None:
-    assert "\x1b" not in base.output and "\r" not in base.output
+def test_without_a_terminal_the_console_is_plain_lines() -> None:
+    assert "\x1b" not in base().output and "\r" not in base().output
     number = r"[\d.]+"
     pattern = rf"step (\d+)/16  loss {number}  accuracy {number}  top5 {number}  lr {number}e-\d\d  [\d,]+ samples/s  eta \d:\d\d:\d\d"
-    steps = [int(found[1]) for line in base.output.splitlines() if (found := re.fullmatch(pattern, line))]
-    assert steps[0] == 1 and steps[-1] == 16 and len(steps) <= 2 + base.summary["wall_s"] / 5, "by the clock, and the last"
-    row = [row for row in base.rows if row["split"] == "train"][-1]
-    assert f"step 16/16  loss {row['loss']:.4f}  accuracy {row['accuracy']:.4f}" in base.output
+    steps = [int(found[1]) for line in base().output.splitlines() if (found := re.fullmatch(pattern, line))]
+    assert steps[0] == 1 and steps[-1] == 16 and len(steps) <= 2 + base().summary["wall_s"] / 5, "by the clock, and the last"
+    row = [row for row in base().rows if row["split"] == "train"][-1]
+    assert f"step 16/16  loss {row['loss']:.4f}  accuracy {row['accuracy']:.4f}" in base().output
 
 
 # --- train.log

@@ -16,7 +16,7 @@ from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_compiler import has_compiler
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once, slow_but
 from tests.test_resume import after_step, preempt
 
 # 3 steps an epoch, the last of 8 samples
@@ -28,9 +28,8 @@ TINY = [
 BASE = [*TINY, "trainer.max_epochs=4", "trainer.eval_every=5", "checkpoint.every=4"]
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*BASE, with_curves=True, root=tmp_path_factory.mktemp("base") / "runs")
+def base() -> Ended:
+    return once(*BASE, with_curves=True)
 
 
 def rows_of(ended: Ended, split: str) -> list[dict[str, Any]]:
@@ -91,7 +90,7 @@ def test_early_stopping_stops_after_so_many_evaluations_without_improvement(tmp_
     assert run.summary["metrics"]["val"]["best"]["step"] == 8
 
 
-@pytest.mark.parametrize("cut", [5, 8, 11, 13])
+@pytest.mark.parametrize("cut", slow_but([11], [5, 8, 11, 13]))
 def test_early_stopping_stops_a_resumed_run_at_the_same_step(cut: int, tmp_path: Path) -> None:
     def plant() -> None:
         planted_losses(LOSSES)()
@@ -144,8 +143,8 @@ def test_the_best_by_a_training_metric_are_kept(tmp_path: Path) -> None:
     assert best <= {int(path.name.removeprefix("step_")) for path in run.directory.glob("checkpoints/step_*")}
 
 
-def test_without_keep_best_only_the_last_are_kept(base: Ended) -> None:
-    assert kept(base) == [8, 12]
+def test_without_keep_best_only_the_last_are_kept() -> None:
+    assert kept(base()) == [8, 12]
 
 
 def test_the_best_by_a_maximum_is_kept(tmp_path: Path) -> None:
@@ -164,20 +163,20 @@ def test_checkpoint_every_null_saves_at_the_end_only(tmp_path: Path) -> None:
 # --- what it measures
 
 
-def test_the_summary_has_every_key_of_the_contract(base: Ended) -> None:
-    summary = base.summary
+def test_the_summary_has_every_key_of_the_contract() -> None:
+    summary = base().summary
     assert {"status", "step", "samples_seen", "metrics", "world_size", "parallel", "parameters", "wall_s", "restarts",
             "error"} <= summary.keys()  # fmt: skip
     assert (summary["status"], summary["step"], summary["samples_seen"]) == ("finished", 12, 160)
     assert (summary["world_size"], summary["parallel"], summary["restarts"], summary["error"]) == (1, "single", 0, None)
-    assert summary["parameters"] == sum(tensor.numel() for tensor in base.weights.values())
+    assert summary["parameters"] == sum(tensor.numel() for tensor in base().weights.values())
     assert 0 < summary["wall_s"] < 60
 
 
-def test_the_summary_holds_the_last_and_best_row_of_each_split(base: Ended) -> None:
-    assert base.summary["metrics"].keys() == {"train", "val", "test"}
-    for split, noted in base.summary["metrics"].items():
-        rows = rows_of(base, split)
+def test_the_summary_holds_the_last_and_best_row_of_each_split() -> None:
+    assert base().summary["metrics"].keys() == {"train", "val", "test"}
+    for split, noted in base().summary["metrics"].items():
+        rows = rows_of(base(), split)
         assert noted["last"] == rows[-1]
         assert noted["best"] == min(rows, key=lambda row: row["loss"])
 
@@ -189,22 +188,21 @@ def test_best_follows_the_monitored_metric(tmp_path: Path) -> None:
     assert run.summary["metrics"]["train"]["best"] == min(rows_of(run, "train"), key=lambda row: row["loss"])
 
 
-def test_rows_have_the_keys_of_the_contract(base: Ended) -> None:
+def test_rows_have_the_keys_of_the_contract() -> None:
     every = {"step", "split", "loss", "accuracy", "top5"}
     train = every | {"lr", "grad_norm", "epoch", "samples_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s",
                      "checkpoint_s", "data_share", "memory_gib", "goodput"}  # fmt: skip
-    for row in base.rows:
+    for row in base().rows:
         assert row.keys() == (train if row["split"] == "train" else every)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [[], ["parallel=ddp", "launch.nproc_per_node=2"], ["parallel=ddp", "launch.nproc_per_node=3"],
-     ["parallel=fsdp", "launch.nproc_per_node=2"]],
-    ids=["single", "ddp 2", "ddp 3", "fsdp 2"],
-)  # fmt: skip
-def test_evaluation_counts_every_sample_once(strategy: list[str], tmp_path: Path) -> None:
-    run = finished(*BASE, *strategy, "precision=fp64", root=tmp_path / "runs")
+WAYS = {"single": [], "ddp 2": ["parallel=ddp", "launch.nproc_per_node=2"], "ddp 3": ["parallel=ddp", "launch.nproc_per_node=3"],
+        "fsdp 2": ["parallel=fsdp", "launch.nproc_per_node=2"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", slow_but(["ddp 3", "fsdp 2"], WAYS))
+def test_evaluation_counts_every_sample_once(way: str, tmp_path: Path) -> None:
+    run = finished(*BASE, *WAYS[way], "precision=fp64", root=tmp_path / "runs")
     for split, num_samples in (("val", 23), ("test", 17)):  # 23 = 16 + 7, 17 = 16 + 1: a rank or two with nothing
         for row in rows_of(run, split):
             count = row["accuracy"] * num_samples
@@ -235,22 +233,22 @@ def measured(config: dict[str, Any], weights: dict[str, torch.Tensor], split: st
     return {"loss": loss, "accuracy": (logits.argmax(1) == y).double().mean().item()}
 
 
-def test_the_exported_weights_load_strictly_and_give_the_rows_numbers(base: Ended) -> None:
-    expected = measured(run_config(base), base.weights, "val")
-    last = rows_of(base, "val")[-1]
+def test_the_exported_weights_load_strictly_and_give_the_rows_numbers() -> None:
+    expected = measured(run_config(base()), base().weights, "val")
+    last = rows_of(base(), "val")[-1]
     assert last["loss"] == pytest.approx(expected["loss"], abs=1e-6)
     assert last["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-12)
 
 
 @pytest.mark.parametrize("strategy", [[], ["parallel=fsdp", "launch.nproc_per_node=2"]], ids=["single", "fsdp 2"])
-def test_the_averaged_weights_are_what_is_evaluated_and_exported(strategy: list[str], base: Ended, tmp_path: Path) -> None:
+def test_the_averaged_weights_are_what_is_evaluated_and_exported(strategy: list[str], tmp_path: Path) -> None:
     run = finished(*BASE, *strategy, "trainer.ema_decay=0.8", root=tmp_path / "runs")
     expected = measured(run_config(run), run.weights, "val")
     last = rows_of(run, "val")[-1]
     assert last["loss"] == pytest.approx(expected["loss"], abs=1e-6)
-    assert abs(last["loss"] - rows_of(base, "val")[-1]["loss"]) > 1e-3  # and they are others than the last weights
+    assert abs(last["loss"] - rows_of(base(), "val")[-1]["loss"]) > 1e-3  # and they are others than the last weights
     if not strategy:
-        assert [row["loss"] for row in rows_of(run, "train")] == [row["loss"] for row in rows_of(base, "train")]
+        assert [row["loss"] for row in rows_of(run, "train")] == [row["loss"] for row in rows_of(base(), "train")]
 
 
 # --- switches that may not change the numbers
@@ -314,7 +312,7 @@ def test_a_compiled_model_is_compiled_and_has_the_same_losses(tmp_path: Path) ->
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
 
 
-def test_without_a_compiler_a_warning_says_so_and_the_run_goes_on(base: Ended, tmp_path: Path) -> None:
+def test_without_a_compiler_a_warning_says_so_and_the_run_goes_on(tmp_path: Path) -> None:
     def hide_compiler() -> None:
         from torch._inductor import config
 
@@ -322,13 +320,13 @@ def test_without_a_compiler_a_warning_says_so_and_the_run_goes_on(base: Ended, t
 
     run = finished(*BASE, "trainer.compile=true", root=tmp_path / "runs", before=hide_compiler)
     assert run.output.count("WARNING: trainer.compile is off: no C++ compiler was found") == 1
-    assert_same_bits(run, base)
+    assert_same_bits(run, base())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
-def test_a_precision_learns_what_fp32_does(precision: str, base: Ended, tmp_path: Path) -> None:
+def test_a_precision_learns_what_fp32_does(precision: str, tmp_path: Path) -> None:
     run = finished(*BASE, f"precision={precision}", root=tmp_path / "runs")
-    losses, reference = ([row["loss"] for row in rows_of(one, "train")] for one in (run, base))
+    losses, reference = ([row["loss"] for row in rows_of(one, "train")] for one in (run, base()))
     assert losses[-1] < losses[0] - 0.3
     assert (losses == reference) == (precision == "tf32")  # on a CPU tf32 is fp32
     if precision == "bf16":  # fp16 skips a step or two at first
@@ -351,8 +349,8 @@ def test_accumulated_micro_batches_are_the_whole_batch(tmp_path: Path) -> None:
 # --- the files
 
 
-def test_curves_png_is_a_picture_with_a_panel_for_each_metric(base: Ended) -> None:
-    content = (base.directory / "curves.png").read_bytes()
+def test_curves_png_is_a_picture_with_a_panel_for_each_metric() -> None:
+    content = (base().directory / "curves.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", content[16:24])
     # loss, accuracy and top5, 5 x 3.6 inches of 110 dots; a row of small panels of 1.7 inches; the title's 0.3
@@ -393,25 +391,23 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path: Path, monkeypatch
     assert not [*run.directory.glob("*curves.png*")]
 
 
-def test_the_star_is_where_the_configuration_says_the_best_is(
-    base: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_star_is_where_the_configuration_says_the_best_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     from framework.runs.curves import draw_curves
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    losses = [row["loss"] for row in rows_of(base, "val")]
+    losses = [row["loss"] for row in rows_of(base(), "val")]
     for mode, best in (("min", min(losses)), ("max", max(losses))):
-        draw_curves(base.directory / "metrics.jsonl", tmp_path / "x.png", title="t", restarts=[], monitor="val/loss", mode=mode)
+        draw_curves(
+            base().directory / "metrics.jsonl", tmp_path / "x.png", title="t", restarts=[], monitor="val/loss", mode=mode
+        )
         labels = [line.get_label() for line in drawn[-1].axes[0].lines]
         assert any(label.startswith(f"best {best:.4g} at") for label in labels), labels
 
 
-def test_the_panels_are_the_losses_and_metrics_with_every_split(
-    base: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_panels_are_the_losses_and_metrics_with_every_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     from framework.runs.curves import draw_curves
@@ -419,7 +415,7 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
     draw_curves(
-        base.directory / "metrics.jsonl",
+        base().directory / "metrics.jsonl",
         tmp_path / "curves.png",
         title="title",
         restarts=[4, 9],
@@ -427,19 +423,19 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(
         mode="min",
     )
     panels = {axes.get_title(): {line.get_label(): line for line in axes.lines} for axes in drawn[0].axes}
-    train = rows_of(base, "train")
+    train = rows_of(base(), "train")
     for name in ("lr", "grad_norm", "samples_per_s"):
         line = panels.pop(name)["train"]
         assert list(zip(line.get_xdata(), line.get_ydata())) == [(row["step"], row[name]) for row in train if name in row]
     assert panels.keys() == {"loss", "accuracy", "top5"}
     for name, lines in panels.items():
         for split in ("train", "val", "test"):
-            rows = rows_of(base, split)
+            rows = rows_of(base(), split)
             assert list(lines[split].get_xdata()) == [row["step"] for row in rows]
             assert list(lines[split].get_ydata()) == [row[name] for row in rows]
         (best,) = (line for label, line in lines.items() if label.startswith("best "))
         step, value = (min if name == "loss" else max)(
-            ((row["step"], row[name]) for row in rows_of(base, "val")), key=lambda p: p[1]
+            ((row["step"], row[name]) for row in rows_of(base(), "val")), key=lambda p: p[1]
         )
         assert (list(best.get_xdata()), list(best.get_ydata())) == ([step], [value])
     for axes in drawn[0].axes:
@@ -475,21 +471,21 @@ def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("torn", ['{"step": 5, "split": "tr', "\0\0\0\0"])
-def test_a_torn_last_line_of_metrics_is_left_out(torn: str, base: Ended, tmp_path: Path) -> None:
+def test_a_torn_last_line_of_metrics_is_left_out(torn: str, tmp_path: Path) -> None:
     stopped = command(*BASE, root=tmp_path / "runs", before=after_step(6, preempt))
     assert stopped.code == 75
     metrics = stopped.directory / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + torn)
-    assert_same_bits(finished(*BASE, root=tmp_path / "runs"), base)
+    assert_same_bits(finished(*BASE, root=tmp_path / "runs"), base())
 
 
-def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(base: Ended, tmp_path: Path) -> None:
+def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(tmp_path: Path) -> None:
     begun = command(*BASE, root=tmp_path / "first", before=after_step(9, preempt))
     assert begun.code == 75 and kept(begun) == [8, 9]
     for path in (begun.directory, begun.directory / "checkpoints" / "step_00000008"):
         run = finished(*BASE, f"run.resume={path}", root=tmp_path / path.name)
         assert f"continuing from {begun.directory / 'checkpoints'}" in run.output
-        assert_same_bits(run, base)
+        assert_same_bits(run, base())
     assert kept(begun) == [8, 9]  # the other run is as it was
 
 
@@ -505,17 +501,17 @@ def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(base: Ended, tmp_p
         ("trainer.ema_decay=0.5", r"average/head\.bias is not in the checkpoint"),
     ],
 )
-def test_a_checkpoint_of_another_shape_is_refused(changed: str, told: str, base: Ended, tmp_path: Path) -> None:
-    refused = command(*BASE, changed, f"run.resume={base.directory}", root=tmp_path / "runs")
+def test_a_checkpoint_of_another_shape_is_refused(changed: str, told: str, tmp_path: Path) -> None:
+    refused = command(*BASE, changed, f"run.resume={base().directory}", root=tmp_path / "runs")
     assert refused.code == 65, refused.output
     assert re.search(f"does not fit this run: .*{told}", refused.output), refused.output
     assert refused.summary["status"] == "failed" and "does not fit this run" in refused.summary["error"]
     assert "Traceback" not in refused.output
 
 
-def test_the_same_command_of_a_finished_run_says_so_and_changes_nothing(base: Ended, tmp_path: Path) -> None:
-    shutil.copytree(base.root, tmp_path / "runs")
-    directory = tmp_path / "runs" / base.directory.relative_to(base.root)
+def test_the_same_command_of_a_finished_run_says_so_and_changes_nothing(tmp_path: Path) -> None:
+    shutil.copytree(base().root, tmp_path / "runs")
+    directory = tmp_path / "runs" / base().directory.relative_to(base().root)
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     again = command(*BASE, root=tmp_path / "runs")
     assert again.code == 0 and "finished already, at step 12" in again.output

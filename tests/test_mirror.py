@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,7 +16,7 @@ import framework.launch.mirrored
 import framework.runs.mirror
 from framework.runs.mirror import Contents, contents_of
 from framework.runtime.objects import Objects
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
+from tests.harness import Ended, assert_same_bits, begin, command, end, finished, once, wait_for
 from tests.launch.test_torchrun import torchrun
 from tests.s3_server import S3Server
 from tests.test_resume import RUN, STRATEGIES, after_step, crash
@@ -25,10 +25,9 @@ pytest.importorskip("moto")
 pytest.importorskip("s3fs")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+def whole(strategy: str) -> Ended:
     """The uninterrupted run of a strategy, without a mirror."""
-    return cache(lambda strategy: finished(*RUN, *STRATEGIES[strategy], root=tmp_path_factory.mktemp("whole") / "runs"))
+    return once(*RUN, *STRATEGIES[strategy])
 
 
 def contents(store: str) -> Contents:
@@ -67,9 +66,7 @@ def killed(store: str, *awaited: int, root: Path, strategy: str = "single", more
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.slow), "ddp 2"])
-def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(
-    strategy: str, store: str, whole: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(strategy: str, store: str, tmp_path: Path) -> None:
     killed(store, 8, root=tmp_path / "runs", strategy=strategy)
     shutil.rmtree(tmp_path / "runs")
     ended = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
@@ -88,7 +85,7 @@ def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_run_under_torchrun_goes_on_from_the_store_alone(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_run_under_torchrun_goes_on_from_the_store_alone(store: str, tmp_path: Path) -> None:
     killed(store, 8, root=tmp_path / "runs", strategy="ddp 2")
     shutil.rmtree(tmp_path / "runs")
     ended = torchrun(*RUN, "parallel=ddp", f"run.mirror={store}", root=tmp_path / "runs")
@@ -98,7 +95,7 @@ def test_a_run_under_torchrun_goes_on_from_the_store_alone(store: str, whole: Ca
 
 
 @pytest.mark.slow
-def test_an_elastic_run_goes_on_from_the_store_alone(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_an_elastic_run_goes_on_from_the_store_alone(store: str, tmp_path: Path) -> None:
     killed(store, 8, root=tmp_path / "runs", strategy="ddp 2")
     shutil.rmtree(tmp_path / "runs")
     ended = finished(*RUN, *STRATEGIES["ddp 2"], "launch.nnodes=1:2", f"run.mirror={store}", root=tmp_path / "runs")
@@ -108,9 +105,7 @@ def test_an_elastic_run_goes_on_from_the_store_alone(store: str, whole: Callable
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_an_upload_the_checkpoint_before_is_taken(
-    store: str, whole: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_killed_in_the_middle_of_an_upload_the_checkpoint_before_is_taken(store: str, tmp_path: Path) -> None:
     original = Objects.put
 
     def put(objects: Objects, path: Path, name: str) -> None:
@@ -136,7 +131,7 @@ def test_killed_in_the_middle_of_an_upload_the_checkpoint_before_is_taken(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_in_the_store_is_passed_over(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_in_the_store_is_passed_over(store: str, tmp_path: Path) -> None:
     killed(store, 4, 8, root=tmp_path / "runs")
     there = contents(store)
     assert [stored.step for stored in there.checkpoints] == [8, 4]
@@ -163,9 +158,7 @@ def log_has(words: str, root: Path) -> bool:
     return any(words in path.read_text() for path in root.glob("*/*/train.log"))
 
 
-def test_training_goes_on_while_the_store_refuses(
-    server: S3Server, store: str, whole: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_training_goes_on_while_the_store_refuses(server: S3Server, store: str, tmp_path: Path) -> None:
     def warned() -> None:
         said = "training continues, and the upload is tried again in"
         wait_for(lambda: log_has(said, tmp_path / "runs"), what="a warning")
@@ -181,9 +174,7 @@ def test_training_goes_on_while_the_store_refuses(
 
 
 @pytest.mark.slow
-def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(
-    server: S3Server, store: str, whole: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(server: S3Server, store: str, tmp_path: Path) -> None:
     def plant() -> None:
         framework.launch.mirrored._PATIENCE_S = 2.0  # type: ignore[attr-defined]
         after_step(10, both(lambda: wait_for_step(store, 8), server.refuse))()
@@ -237,9 +228,7 @@ def test_a_second_command_from_another_directory_is_refused(store: str, tmp_path
 
 
 @pytest.mark.slow
-def test_a_command_that_was_frozen_while_another_took_over_writes_nothing_more(
-    store: str, whole: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_a_command_that_was_frozen_while_another_took_over_writes_nothing_more(store: str, tmp_path: Path) -> None:
     def be_elsewhere() -> None:
         framework.runs.mirror.process_identity = dict  # type: ignore[attr-defined]  # as seen from another machine
 
@@ -267,7 +256,7 @@ def test_a_command_that_was_frozen_while_another_took_over_writes_nothing_more(
 
 
 @pytest.mark.slow
-def test_starting_over_leaves_the_earlier_run_aside(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_starting_over_leaves_the_earlier_run_aside(store: str, tmp_path: Path) -> None:
     line = [*RUN, f"run.mirror={store}"]
     killed(store, 12, root=tmp_path / "runs")
     killed(store, 4, root=tmp_path / "runs", more=["run.resume=never"])
@@ -282,7 +271,7 @@ def test_starting_over_leaves_the_earlier_run_aside(store: str, whole: Callable[
 
 
 @pytest.mark.slow
-def test_a_directory_of_an_earlier_beginning_is_moved_aside(store: str, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_directory_of_an_earlier_beginning_is_moved_aside(store: str, tmp_path: Path) -> None:
     first = killed(store, 12, root=tmp_path / "first")
     killed(store, 4, root=tmp_path / "second", more=["run.resume=never"])
     directory = first.directory
@@ -292,9 +281,7 @@ def test_a_directory_of_an_earlier_beginning_is_moved_aside(store: str, whole: C
 
 
 @pytest.mark.slow
-def test_an_older_directory_is_brought_up_to_date_and_a_newer_one_is_not(
-    store: str, whole: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_an_older_directory_is_brought_up_to_date_and_a_newer_one_is_not(store: str, tmp_path: Path) -> None:
     killed(store, 4, root=tmp_path / "runs")
     shutil.copytree(tmp_path / "runs", tmp_path / "older")
     killed(store, 12, root=tmp_path / "runs")

@@ -85,7 +85,7 @@ def later(node):  # builds its node itself
 
 not_callable = 3
 """
-QUICK = ("trainer.max_steps=2", "trainer.log_every=1")
+QUICK = ("trainer.max_steps=2", "trainer.log_every=1", "rehearse=false")
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -226,41 +226,6 @@ def test_it_trains_with(node: list[str], size: int, folder: Path) -> None:
     assert sum(tensor.numel() for tensor in ended.weights.values()) == size
     text = (ended.directory / "config.yaml").read_text()
     assert target in text and "channels: [" not in text, "the keys of the option that was replaced are gone"
-
-
-@pytest.mark.slow
-def test_a_model_of_timm_has_the_heads_and_channels_of_the_data(folder: Path) -> None:
-    words = ["model._target_=timm.create_model", "model.model_name=resnet10t", "model.num_classes=null", "model.in_chans=null"]
-    weights = trains(*words, folder=folder).weights
-    assert weights["fc.weight"].shape[0] == 10 and weights["conv1.0.weight"].shape[1] == 1
-
-
-GPT2 = """
-_target_: transformers.GPT2LMHeadModel
-config:
-  _target_: transformers.GPT2Config
-  n_layer: 2
-  n_head: 2
-  n_embd: 16
-  resid_pdrop: 0.0
-  embd_pdrop: 0.0
-  attn_pdrop: 0.0
-  eos_token_id: null
-  vocab_size: null   # what the data say, also in a node within
-  n_positions: null
-"""
-
-
-@pytest.mark.slow
-def test_transformers_gpt2_with_its_nested_configuration_computes_the_same_on_one_process_and_sharded(folder: Path) -> None:
-    write(folder, conf__model__gpt2=GPT2)
-    words = ["model=gpt2", "dataset=text", "dataset.seq_len=16", "dataset.max_bytes=20000", "precision=fp64"]
-    one = trains(*words, "run.root=one", folder=folder)
-    trains(*words, "run.root=two", "parallel=fsdp", "launch.nproc_per_node=2", folder=folder)
-    mine, theirs = (load_file(next((folder / root).rglob("model.safetensors"))) for root in ("one", "two"))
-    assert one.code == 0
-    assert mine["transformer.wte.weight"].shape == (256, 16) and mine["transformer.wpe.weight"].shape == (16, 16)
-    assert all(torch.allclose(mine[key], theirs[key], rtol=0, atol=1e-10) for key in mine)
 
 
 def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,42 +401,11 @@ def test_names_that_mean_something_else_in_their_model_are_not_our_questions() -
     assert own_answer(model, "mixers") is not None
 
 
-FSDP = ["parallel=fsdp", "launch.nproc_per_node=2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but([FSDP], [[], FSDP, ["trainer.activation_checkpointing=true"]]))
-def test_a_model_with_a_list_called_blocks_trains(strategy: list[str], folder: Path) -> None:
-    text = """
-from torch import nn
-
-class Tower(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.first = nn.Linear(64, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-        self.head = nn.Linear(8, num_classes)
-
-    def forward(self, x):
-        x = self.first(x.flatten(1))
-        for block in self.blocks:
-            x = x + block(x).relu()
-        return self.head(x)
-"""
-    write(folder, **{"tower.py": text})
-    words = ["model._target_=tower.Tower", "precision=fp64"]
-    plain = trains(*words, "run.root=plain", folder=folder)
-    trains(*words, *strategy, "run.root=other", folder=folder)
-    mine, theirs = (load_file(next((folder / root).rglob("model.safetensors"))) for root in ("plain", "other"))
-    assert plain.code == 0 and len(mine) == 8
-    assert all(torch.allclose(mine[key], theirs[key], rtol=0, atol=1e-10) for key in mine)
-
-
 # --- torch's own
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["RAdam"], ["RAdam", "NAdam", "Adagrad", "Adamax"]))
+@pytest.mark.parametrize("name", ["RAdam", "NAdam", "Adagrad", "Adamax"])
 def test_an_optimizer_of_torch_computes_the_same_in_one_process_and_in_two(name: str, folder: Path) -> None:
     words = ["model=mynet", "precision=fp64", f"optimizer._target_=torch.optim.{name}", "optimizer.lr=1e-2"]
     one = trains(*words, "run.root=one", folder=folder)
@@ -596,22 +530,6 @@ def test_a_sweep_written_in_a_file(folder: Path) -> None:
     assert "1 job: 1 finished" in ended.output, ended.output
 
 
-@pytest.mark.slow
-def test_a_search_written_in_a_file(folder: Path) -> None:
-    text = (
-        "defaults:\n  - config\n  - override model: mynet\n  - override /hydra/sweeper: optuna\n  - _self_\n"
-        "hydra:\n  sweeper:\n    n_trials: 3\n    params:\n      optimizer.lr: interval(0.001, 0.1)\n      model.width: 4,8\n"
-    )
-    write(folder, conf__search=text)
-    ended = typed("-cn", "search", "-m", *QUICK, directory=folder)
-    assert ended.code == 0, ended.output
-    assert "3 jobs: 3 finished" in ended.output
-    again = typed(
-        "-cn", "search", "-m", "hydra.sweeper.n_trials=4", "optimizer.lr=interval(0.001, 0.1)", *QUICK, directory=folder
-    )
-    assert "4 jobs: 4 finished" in again.output, again.output
-
-
 def test_an_option_with_a_sweep_of_its_own_is_not_swept(folder: Path) -> None:
     grid = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: 1,2\n"
     write(folder, conf__experiment__grid=grid)
@@ -641,8 +559,8 @@ def test_a_file_of_theirs_may_not_be_called_as_one_of_ours(folder: Path) -> None
 
 
 def test_the_preflight_and_the_workers_find_it_too(folder: Path) -> None:
-    ended = trains("model=mynet", "parallel=fsdp", "launch.nproc_per_node=2", folder=folder)
-    assert ended.summary["world_size"] == 2
+    ended = typed("model=mynet", "parallel=fsdp", "launch.nproc_per_node=2", "trainer.max_steps=2", directory=folder)
+    assert ended.code == 0 and ended.summary["world_size"] == 2, ended.output
 
 
 @pytest.mark.slow

@@ -87,7 +87,14 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
 
 
 def test_the_extras_are_found_in_an_installation(environment: Path, tmp_path: Path) -> None:
-    line = ["parallel=local-sgd", "launch.nproc_per_node=2", "model=mlp", "trainer.max_steps=8", "trainer.eval_every=null"]
+    line = [
+        "parallel=local-sgd",
+        "launch.nproc_per_node=2",
+        "model=mlp",
+        "trainer.max_steps=8",
+        "trainer.eval_every=null",
+        "rehearse=false",
+    ]
     output = run(["steadfast", *line, "checkpoint.every=null"], tmp_path, venv=environment)
     assert "finished: model.safetensors" in output and str(ROOT) not in output
     shown = run(["steadfast", "parallel=pipeline", "parallel.schedule=pipedream", "--cfg", "job"], tmp_path, venv=environment)
@@ -146,6 +153,6 @@ def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_p
     ],
 )
 def test_what_is_not_installed_is_refused_with_the_command(line: list[str], module: str, extra: str, tmp_path: Path) -> None:
-    ended = typed(*line, directory=tmp_path, before=lambda: sys.modules.update({module: None}))
+    ended = typed(*line, "rehearse=false", directory=tmp_path, before=lambda: sys.modules.update({module: None}))
     assert ended.code == 78 and f"steadfast[{extra}]" in ended.output and "Traceback" not in ended.output
     assert not (tmp_path / "runs").exists()

@@ -1,7 +1,6 @@
 """Parts of the loop: under every strategy what one process computes, resumed to the same bits, or refused before the start."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,7 @@ from framework.engine.seam import Step
 from framework.parts.batch_warmup import BatchWarmup
 from framework.parts.swa import SWA
 from framework.training.parts import LoopParts
-from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, slow_but
-from tests.test_any_training import one  # noqa: F401  # a fixture
+from tests.harness import Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, once, slow_but
 from tests.test_conformance import FOR_EXPERTS, MODELS, NOT_EQUAL, RUN, layouts, name
 from tests.test_resume import after_step, crash, preempt
 
@@ -29,7 +27,6 @@ STRATEGIES = [
     if strategy not in ("single", *NOT_EQUAL, *FOR_EXPERTS)
 ]
 IDS = [name(*strategy) for strategy in STRATEGIES]
-One = Callable[..., Ended]
 
 
 def own(*kinds: str) -> list[str]:
@@ -50,13 +47,13 @@ GPT = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1"]
 )
 @pytest.mark.parametrize("parts", [OURS, own("Lookahead", "Loss", "Prune", "Grows")], ids=["ours", "own"])
 def test_it_computes_what_one_process_does(
-    parts: list[str], strategy: str, ranks: int, mesh: list[str], one: One, tmp_path: Path  # noqa: F811
+    parts: list[str], strategy: str, ranks: int, mesh: list[str], tmp_path: Path
 ) -> None:  # fmt: skip
     processes = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]
-    assert_close(finished(*GPT, *parts, *processes, root=tmp_path / "runs"), one(*GPT, *parts))
+    assert_close(finished(*GPT, *parts, *processes, root=tmp_path / "runs"), once(*GPT, *parts))
 
 
-@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "pipeline"]))
+@pytest.mark.parametrize("strategy", slow_but(["ddp"], ["ddp", "fsdp", "pipeline"]))
 @pytest.mark.parametrize("parts", slow_but([OURS], [OURS, own("Lookahead", "Loss", "Prune", "Grows")]), ids=["ours", "own"])
 def test_killed_it_ends_with_the_same_bits(parts: list[str], strategy: str, tmp_path: Path) -> None:
     ranks = 1 if strategy == "single" else 2
@@ -68,11 +65,11 @@ def test_killed_it_ends_with_the_same_bits(parts: list[str], strategy: str, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), slow_but([("ddp", "fsdp")], [("ddp", "fsdp"), ("fsdp", "pipeline")], unpack=True))
-def test_it_goes_on_under_another_strategy(first: str, second: str, one: One, tmp_path: Path) -> None:  # noqa: F811
+def test_it_goes_on_under_another_strategy(first: str, second: str, tmp_path: Path) -> None:
     line = [*GPT, *own("Lookahead", "Loss", "Prune", "Grows"), "launch.nproc_per_node=2", "checkpoint.every=2"]
     before = command(*line, f"parallel={first}", root=tmp_path / "first", before=after_step(4, crash))
     again = finished(*line, f"parallel={second}", f"run.resume={before.directory}", root=tmp_path / "second")
-    assert_close(again, one(*GPT, *own("Lookahead", "Loss", "Prune", "Grows")))
+    assert_close(again, once(*GPT, *own("Lookahead", "Loss", "Prune", "Grows")))
 
 
 def test_the_moments_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,11 +262,11 @@ def test_a_part_that_acts_only_now_and_then_is_named_before_the_start(part: str,
 
 
 @pytest.mark.parametrize(("strategy", "rehearse"), slow_but([("fsdp", "false"), ("ddp", "false")], [("fsdp", "false"), ("fsdp", "true"), ("tensor", "false"), ("ddp", "false")], unpack=True))  # fmt: skip
-def test_new_data_of_a_weight_is_taken_or_refused_by_name(strategy: str, rehearse: str, one: One, tmp_path: Path) -> None:  # noqa: F811
+def test_new_data_of_a_weight_is_taken_or_refused_by_name(strategy: str, rehearse: str, tmp_path: Path) -> None:
     line = [*GPT, *own("Shrinks")]
     ended = command(*line, f"parallel={strategy}", "launch.nproc_per_node=2", f"rehearse={rehearse}", root=tmp_path / "runs")
     if strategy == "ddp":
-        assert_close(ended, one(*line))
+        assert_close(ended, once(*line))
     else:
         assert ended.code == 78 and "part.shrinks: replaces the data of " in ended.output, ended.output
         assert "write into it: copy_" in ended.output

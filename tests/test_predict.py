@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from framework.data.source import decode_image
 from framework.modes import predict
 from framework.runtime.preemption import PREEMPTION
 from framework.tasks.classification import Classification
-from tests.harness import Ended, Says, command, finished, wait_for
+from tests.harness import Ended, Says, command, finished, once, wait_for
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, layouts
 from tests.test_evaluate import RUN as TOKENS
 
@@ -50,18 +49,9 @@ class Oddly(Classification):
         return {"output": outputs[:, : 1 + len(outputs)]}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    done: dict[str, Ended] = {}
-    kinds = {"tokens": TOKENS, "images": IMAGES}
-
-    def train(kind: str) -> Ended:
-        if kind not in done:
-            line = kinds.get(kind) or [*IMAGES, "task._target_=tests.test_predict.Oddly", f"task.kind={kind}"]
-            done[kind] = finished(*line, root=tmp_path_factory.mktemp("run") / "runs")
-        return done[kind]
-
-    return train
+def run(kind: str) -> Ended:
+    lines = {"tokens": TOKENS, "images": IMAGES}
+    return once(*lines.get(kind, [*IMAGES, "task._target_=tests.test_predict.Oddly", f"task.kind={kind}"]))
 
 
 def predicted(run: Path, *overrides: str, root: Path, name: str = "test") -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -101,9 +91,7 @@ QUICK = {("single", 1), ("ddp", 3), ("pipeline", 2)}
         and not (layout[0] == 3 and strategy in ("tensor", "fsdp+tp"))  # of the model's four heads
     ],
 )
-def test_every_strategy_writes_the_same(
-    strategy: str, ranks: int, mesh: list[str], run: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
     trained = run("tokens")
     shutil.copytree(trained.directory, tmp_path / "copy", ignore=shutil.ignore_patterns("predictions", ".predict"))
     line = [f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh]
@@ -119,9 +107,7 @@ def test_every_strategy_writes_the_same(
 @pytest.mark.parametrize(
     ("split", "more"), [("val", ["parallel=ddp", "launch.nproc_per_node=2"]), ("train", ["micro_batch_size=3"])]
 )
-def test_a_class_and_its_probability_are_in_the_lines(
-    split: str, more: list[str], run: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_a_class_and_its_probability_are_in_the_lines(split: str, more: list[str], tmp_path: Path) -> None:
     trained = run("images")
     records, tensors = predicted(trained.directory, f"predict.split={split}", *more, root=tmp_path / "none", name=split)
     picture = Image.open(trained.directory / "predictions" / f"{split}.png")
@@ -136,7 +122,7 @@ def test_a_class_and_its_probability_are_in_the_lines(
         assert file.metadata()["run_id"] == config["run"]["id"] and file.metadata()["step"] == "4"
 
 
-def test_the_weights_are_those_of_the_checkpoint_that_is_named(run: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_the_weights_are_those_of_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     trained = run("images")
     _, tensors = predicted(trained.directory, "run.checkpoint=2", root=tmp_path / "none")
     assert_equal(tensors["output"], expected(trained, "test", checkpoint=2))
@@ -144,7 +130,7 @@ def test_the_weights_are_those_of_the_checkpoint_that_is_named(run: Callable[[st
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_task_can_say_what_is_written(ranks: int, run: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_task_can_say_what_is_written(ranks: int, tmp_path: Path) -> None:
     trained = run("own")
     line = ["parallel=ddp", f"launch.nproc_per_node={ranks}"]
     records, tensors = predicted(trained.directory, *line, root=tmp_path / "none")
@@ -203,9 +189,7 @@ def test_files_are_predicted_by_their_names_where_no_training_data_are(tmp_path:
         ("tokens", "predict.files=FOLDER", "predict.files: its samples are not images"),
     ],
 )
-def test_what_is_wrong_is_a_line_before_the_start(
-    kind: str, line: str, said: str, run: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_what_is_wrong_is_a_line_before_the_start(kind: str, line: str, said: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run(kind).directory, copy, ignore=shutil.ignore_patterns("predictions", ".predict"))
     (tmp_path / "f").mkdir()
@@ -223,9 +207,7 @@ def test_what_is_wrong_is_a_line_before_the_start(
         ("complex", 1, "task: output [10]: a type that safetensors does not have"),
     ],
 )
-def test_what_cannot_be_written_leaves_nothing(
-    kind: str, ranks: int, said: str, run: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_what_cannot_be_written_leaves_nothing(kind: str, ranks: int, said: str, tmp_path: Path) -> None:
     directory = run(kind).directory
     line = [f"run.dir={directory}", "parallel=ddp", f"launch.nproc_per_node={ranks}"]
     refused = command("mode=predict", *line, root=tmp_path / "none")
@@ -234,7 +216,7 @@ def test_what_cannot_be_written_leaves_nothing(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_stops_it_and_leaves_what_was_there(ranks: int, run: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_signal_stops_it_and_leaves_what_was_there(ranks: int, tmp_path: Path) -> None:
     def signal_in_the_middle() -> None:
         original = predict.PredictionsFile.add
 

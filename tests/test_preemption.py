@@ -18,7 +18,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, slow_but, wait_for
+from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, once, slow_but, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
@@ -89,10 +89,8 @@ def test_between_rows_a_signal_is_heard_within_a_second(tmp_path: Path) -> None:
     assert 110 < ended.summary["step"] < 110 + 5 + 3
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    root = tmp_path_factory.mktemp("undisturbed")
-    return {name: finished(*LINE, *STRATEGIES[name], root=root / name) for name in ("single", "ddp 2")}
+def undisturbed(strategy: str) -> Ended:
+    return once(*LINE, *STRATEGIES[strategy])
 
 
 def members(group: int) -> list[int]:
@@ -128,21 +126,21 @@ def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: E
 @pytest.mark.parametrize(
     "case", slow_but(CASES[::9], CASES), ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}"
 )
-def test_two_ranks(case: tuple[str, str, int], undisturbed: dict[str, Ended], tmp_path: Path) -> None:
+def test_two_ranks(case: tuple[str, str, int], tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"]]
-    stops_and_continues(line, case, whole=undisturbed["ddp 2"], root=tmp_path / "runs")
+    stops_and_continues(line, case, whole=undisturbed("ddp 2"), root=tmp_path / "runs")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_one_process(moment: str, undisturbed: dict[str, Ended], tmp_path: Path) -> None:
+def test_one_process(moment: str, tmp_path: Path) -> None:
     case = (moment, "rank 0", SIGNALS[list(MOMENTS).index(moment)])
-    stops_and_continues(LINE, case, whole=undisturbed["single"], root=tmp_path / "runs")
+    stops_and_continues(LINE, case, whole=undisturbed("single"), root=tmp_path / "runs")
 
 
-@pytest.mark.parametrize("moment", ["training", "saving"])
-def test_while_a_checkpoint_is_written_beside_the_steps(moment: str, undisturbed: dict[str, Ended], tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", slow_but(["saving"], ["training", "saving"]))
+def test_while_a_checkpoint_is_written_beside_the_steps(moment: str, tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], "checkpoint.async_save=true"]
-    stops_and_continues(line, (moment, "rank 1", signal.SIGUSR1), whole=undisturbed["ddp 2"], root=tmp_path / "runs")
+    stops_and_continues(line, (moment, "rank 1", signal.SIGUSR1), whole=undisturbed("ddp 2"), root=tmp_path / "runs")
 
 
 def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path: Path) -> None:
@@ -165,10 +163,10 @@ def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path
     assert not list(ended.root.glob("*/*"))
 
 
-def test_a_run_that_nohup_has_started_outlives_its_terminal(undisturbed: dict[str, Ended], tmp_path: Path) -> None:
+def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> None:
     def plant() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         once_at(*MOMENTS["training"], lambda: os.killpg(0, signal.SIGHUP))
 
     line = [*LINE, *STRATEGIES["ddp 2"]]
-    assert_same_bits(finished(*line, root=tmp_path / "runs", before=plant), undisturbed["ddp 2"])
+    assert_same_bits(finished(*line, root=tmp_path / "runs", before=plant), undisturbed("ddp 2"))

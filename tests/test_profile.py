@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from framework.config.compose import compose_line
-from tests.harness import Ended, assert_same_bits, command, finished
+from tests.harness import Ended, assert_same_bits, command, finished, once
 from tests.test_conformance import SMALL
 from tests.test_resume import after_step, preempt
 
@@ -16,9 +16,8 @@ LINE = [*SMALL, "model=cnn", "model.channels=[4,8,8]", "global_batch_size=14", "
 PROFILE = "trainer.profile=true"
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LINE, root=tmp_path_factory.mktemp("plain") / "runs")
+def plain() -> Ended:
+    return once(*LINE)
 
 
 def traces(ended: Ended) -> list[str]:
@@ -30,14 +29,14 @@ def operations(ended: Ended, name: str) -> list[str]:
     return [event["name"] for event in events if event.get("cat") == "cpu_op"]
 
 
-def test_the_trace_of_three_steps_has_the_models_operations(plain: Ended, tmp_path: Path) -> None:
+def test_the_trace_of_three_steps_has_the_models_operations(tmp_path: Path) -> None:
     run = finished(*LINE, PROFILE, root=tmp_path / "runs")
     assert traces(run) == ["step_00000004_rank_0.json"]
     names = operations(run, "step_00000004_rank_0.json")
     assert {"aten::conv2d", "aten::linear", "aten::convolution_backward", "aten::_fused_adamw_"} <= set(names)
     assert names.count("aten::linear") == 3 * 2  # steps of two micro-batches; the fifth step, which ends the epoch, has two too
-    assert run.directory.name == plain.directory.name  # it is the same run
-    assert_same_bits(run, plain)
+    assert run.directory.name == plain().directory.name  # it is the same run
+    assert_same_bits(run, plain())
 
 
 def test_the_five_most_expensive_operations_are_told(tmp_path: Path) -> None:
@@ -60,13 +59,13 @@ def test_rank_0_records_or_all_do(value: str, ranks: list[int], tmp_path: Path) 
     assert run.output.count("the 5 most expensive operations") == 1
 
 
-def test_a_run_that_is_continued_is_recorded_again(plain: Ended, tmp_path: Path) -> None:
+def test_a_run_that_is_continued_is_recorded_again(tmp_path: Path) -> None:
     stopped = command(*LINE, PROFILE, root=tmp_path / "runs", before=after_step(3, preempt))
     assert stopped.code == 75 and traces(stopped) == []
     assert "trainer.profile: nothing is recorded, because the recording starts with step 4 of the process" in stopped.output
     run = finished(*LINE, PROFILE, root=tmp_path / "runs")
     assert traces(run) == ["step_00000007_rank_0.json"]
-    assert_same_bits(run, plain)
+    assert_same_bits(run, plain())
 
 
 def test_a_run_that_ends_while_it_is_recorded_writes_what_there_is(tmp_path: Path) -> None:
@@ -81,8 +80,8 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert run.output.count("could not be written") == 1
 
 
-def test_without_it_nothing_is_recorded(plain: Ended) -> None:
-    assert not (plain.directory / "profile").exists()
+def test_without_it_nothing_is_recorded() -> None:
+    assert not (plain().directory / "profile").exists()
 
 
 def test_it_is_not_in_the_runs_id() -> None:

@@ -15,7 +15,7 @@ from framework.checkpoint.manifest import read_state
 from framework.runtime.environment import Environment
 from framework.runtime.preemption import PREEMPTION
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
+from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, once, slow_but
 
 # 7 steps an epoch, of which the last is short (4 of 16 samples); 21 steps; BatchNorm, dropout and augmentation on
 RUN = [
@@ -34,10 +34,8 @@ STRATEGIES = {
 CUTS = [3, 6, 7, 8]
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    return {name: finished(*RUN, *strategy, root=folder / name) for name, strategy in STRATEGIES.items()}
+def uninterrupted(strategy: str) -> Ended:
+    return once(*RUN, *STRATEGIES[strategy])
 
 
 def after_step(number: int, act: Callable[[], None]) -> Callable[[], None]:
@@ -70,33 +68,29 @@ def crash() -> None:
 
 @pytest.mark.parametrize("cut", slow_but([6], CUTS))
 @pytest.mark.parametrize("strategy", slow_but(["fsdp 2"], STRATEGIES))
-def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(
-    strategy: str, cut: int, uninterrupted: dict[str, Ended], tmp_path: Path
-) -> None:
+def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(strategy: str, cut: int, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy]]
     for step in (cut, cut + 2):
         stopped = command(*line, root=tmp_path / "runs", before=after_step(step, preempt))
         assert stopped.code == 75, stopped.output
         assert stopped.summary["status"] == "preempted"
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), uninterrupted[strategy])
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), uninterrupted(strategy))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", slow_but([10], [2, 10, 19]))
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2", "fsdp 2"], STRATEGIES))
-def test_killed_between_checkpoints_it_ends_with_the_same_bits(
-    strategy: str, cut: int, uninterrupted: dict[str, Ended], tmp_path: Path
-) -> None:
+def test_killed_between_checkpoints_it_ends_with_the_same_bits(strategy: str, cut: int, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy]]
     killed = command(*line, root=tmp_path / "runs", before=after_step(cut, crash))
     assert killed.code == -signal.SIGKILL
     ended = finished(*line, root=tmp_path / "runs")
-    assert_same_bits(ended, uninterrupted[strategy])
+    assert_same_bits(ended, uninterrupted(strategy))
     assert ended.summary["restarts"] == 1
 
 
-def test_each_step_is_in_metrics_jsonl_once(uninterrupted: dict[str, Ended]) -> None:
-    rows = exact_rows(uninterrupted["single"])
+def test_each_step_is_in_metrics_jsonl_once() -> None:
+    rows = exact_rows(uninterrupted("single"))
     assert [row["step"] for row in rows if row["split"] == "train"] == list(range(1, 22))
     assert [row["step"] for row in rows if row["split"] == "val"] == [5, 10, 15, 20, 21]
     assert [row["step"] for row in rows if row["split"] == "test"] == [21]
@@ -107,15 +101,15 @@ def test_each_step_is_in_metrics_jsonl_once(uninterrupted: dict[str, Ended]) -> 
 ACROSS = [*RUN, "precision=fp64", "micro_batch_size=4", "checkpoint.every=null"]
 
 
-@pytest.fixture(scope="session")
-def across(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*ACROSS, root=tmp_path_factory.mktemp("across") / "runs")
+@pytest.fixture
+def across() -> Ended:
+    return once(*ACROSS)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     slow_but(
-        [("ddp 3", "fsdp 2"), ("fsdp 2", "single")],
+        [("ddp 3", "fsdp 2")],
         [("single", "ddp 3"), ("ddp 3", "fsdp 2"), ("fsdp 2", "ddp 2"), ("fsdp 2", "single"), ("ddp 2", "fsdp 2")],
         unpack=True,
     ),
@@ -198,13 +192,11 @@ def spoil_summary(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [spoil_rows, spoil_summary])
-def test_spoiled_records_do_not_stop_a_run(
-    spoil: Callable[[Path], None], uninterrupted: dict[str, Ended], tmp_path: Path
-) -> None:
+def test_spoiled_records_do_not_stop_a_run(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))
     assert "stopped after step 9; the same command continues from the checkpoint of step 9" in stopped.output
     spoil(stopped.directory)
-    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted["single"])
+    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted("single"))
 
 
 def test_lost_rows_are_said_to_be_lost(tmp_path: Path) -> None:
@@ -215,11 +207,11 @@ def test_lost_rows_are_said_to_be_lost(tmp_path: Path) -> None:
     assert ended.rows[0]["step"] == 10
 
 
-def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(uninterrupted: dict[str, Ended], tmp_path: Path) -> None:
+def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(tmp_path: Path) -> None:
     ended = finished(*RUN, root=tmp_path / "runs")
     with open(ended.directory / "model.safetensors", "r+b") as file:
         file.truncate(1000)
-    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted["single"])
+    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted("single"))
 
 
 # --- one weight under two names
@@ -230,23 +222,15 @@ TIED = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "d
         "trainer.ema_decay=0.9", "precision=fp64", "micro_batch_size=4"]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    folder = tmp_path_factory.mktemp("tied")
-    return {name: finished(*TIED, f"optimizer={name}", root=folder / name) for name in ("adamw", "muon")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_but(["muon"], ["adamw", "muon"]))
 @pytest.mark.parametrize("strategy", slow_but(["single", "fsdp 2"], STRATEGIES))
-def test_a_tied_weight_is_saved_once_and_stays_tied(
-    strategy: str, optimizer: str, tied: dict[str, Ended], tmp_path: Path
-) -> None:
+def test_a_tied_weight_is_saved_once_and_stays_tied(strategy: str, optimizer: str, tmp_path: Path) -> None:
     line = [*TIED, f"optimizer={optimizer}", *STRATEGIES[strategy]]
     stopped = command(*line, root=tmp_path / "runs", before=after_step(4, preempt))
     assert stopped.code == 75, stopped.output
     ended = finished(*line, root=tmp_path / "runs")
-    assert_close(ended, tied[optimizer])
+    assert_close(ended, once(*TIED, f"optimizer={optimizer}"))
     assert torch.equal(ended.weights["embedding.weight"], ended.weights["head.weight"])
     first = next((stopped.directory / "checkpoints").iterdir())
     names = {name for path in first.glob("*.safetensors") for name in safe_open(path, framework="pt").keys()}

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from framework.config.folders import groups, option_node, options
 from framework.data.synthetic import Synthetic
 from framework.loggers.tensorboard import TensorBoard
 from framework.runtime.secrets import HIDDEN, is_secret_key, redact, secrets_in
-from tests.harness import Ended, command
+from tests.harness import Ended, command, slow_but
 
 RUN = [
     "dataset=synthetic", "dataset.num_train=64", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8",
@@ -77,7 +78,7 @@ def plant_failure() -> None:
     Synthetic.transform = transform  # type: ignore[method-assign,assignment]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", slow_but(["ddp 2"], RANKS))
 def test_what_is_printed_logged_and_recorded_is_rid_of_secrets(ranks: str, tmp_path: Path) -> None:
     run = command(*RUN, *RANKS[ranks], root=tmp_path / "runs", before=plant_talk)
     assert run.code == 0, run.output
@@ -88,8 +89,7 @@ def test_what_is_printed_logged_and_recorded_is_rid_of_secrets(ranks: str, tmp_p
     assert list(run.directory.glob("wandb/offline-run-*/*.wandb"))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "workers"), slow_but([("ddp 2", 1)], product(RANKS, [0, 1]), unpack=True))
 def test_an_error_of_the_data_is_told_without_its_secrets(ranks: str, workers: int, tmp_path: Path) -> None:
     line = [*RUN, *RANKS[ranks], f"dataset.num_workers={workers}", "launch.max_restarts=0"]
     failed = command(*line, root=tmp_path / "runs", before=plant_failure)

@@ -10,6 +10,8 @@ import pytest
 
 from tests.pages import PAGES, ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def built(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
     words = ["-q", "-W", "--keep-going", "-c", str(source / "docs"), str(source), str(target)]

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shlex
 import signal
 import sys
 from itertools import pairwise
@@ -19,7 +20,7 @@ from framework.loggers.live_line import LiveLine, brief, clock, fitted
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import in_digits
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, command, finished
+from tests.harness import Ended, command, finished, typed
 from tests.terminal import TRAIN, Shown, on_terminal, resize, show
 from tests.test_loggers import DDP, RUN
 from tests.test_resume import after_step, preempt
@@ -290,9 +291,9 @@ def test_the_next_commands_can_be_pasted(tmp_path: Path) -> None:
     start = next(number for number, text in enumerate(done.lines) if text.startswith("  next "))
     commands = [text[12:] for text in done.lines[start:]]
     assert [re.search(r"mode=\w+", text)[0] for text in commands] == ["mode=eval", "mode=export", "mode=report"]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for text in (commands[0], commands[2]):
-        assert show(["bash", "-c", text], directory=tmp_path, columns=80, PATH=path).code == 0, text
+        python, program, *words = shlex.split(text)
+        assert (python, program) == ("python", TRAIN[-1]) and typed(*words, directory=tmp_path).code == 0, text
     assert (tmp_path / "runs" / "report.html").exists()
 
 

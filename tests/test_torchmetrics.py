@@ -17,7 +17,7 @@ from framework.engine.seam import MicroBatch
 from framework.runtime.exits import Unfit
 from framework.tasks.classification import Classification
 from framework.training.metrics import Metrics
-from tests.harness import Ended, Says, assert_same_bits, checked, command, finished, slow_but
+from tests.harness import Ended, Says, assert_same_bits, checked, command, finished, once, slow_but
 from tests.test_evaluate import evaluated
 from tests.test_resume import after_step, crash
 
@@ -63,9 +63,8 @@ def columns(run: Ended) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name.startswith(known)} for row in rows]
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, *METRICS, root=tmp_path_factory.mktemp("one") / "runs")
+def one() -> Ended:
+    return once(*RUN, *METRICS)
 
 
 STRATEGIES = {
@@ -76,9 +75,9 @@ STRATEGIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["tensor", "pipeline"], [*STRATEGIES]))
-def test_values_do_not_depend_on_the_number_of_processes(strategy: str, one: Ended, tmp_path: Path) -> None:
+def test_values_do_not_depend_on_the_number_of_processes(strategy: str, tmp_path: Path) -> None:
     several = finished(*RUN, *METRICS, f"parallel={strategy}", *STRATEGIES[strategy], root=tmp_path / "runs")
-    expected, found = columns(one), columns(several)
+    expected, found = columns(one()), columns(several)
     assert len(found) == 3 and all(len(row) == 6 for row in found)
     for row, other in zip(found, expected):
         for name, value in row.items():
@@ -128,9 +127,9 @@ def test_states_of_every_kind_are_those_of_one_process(processes: int, tmp_path:
             assert found[f"confusion_matrix_{name}"] == pytest.approx(expected[f"confusion_matrix_{name}"], rel=1e-12)
 
 
-def test_they_are_what_the_library_computes_of_all_samples_at_once(one: Ended) -> None:
-    outputs, targets = outputs_of(one)
-    row = columns(one)[-1]
+def test_they_are_what_the_library_computes_of_all_samples_at_once() -> None:
+    outputs, targets = outputs_of(one())
+    row = columns(one())[-1]
     assert row["auroc"] == pytest.approx(float(auroc(outputs, targets, task="multiclass", num_classes=CLASSES)), rel=1e-9)
     f1 = f1_score(outputs, targets, task="multiclass", num_classes=CLASSES, average="none")
     assert row["f1"] == pytest.approx(f1.tolist(), rel=1e-6)
@@ -152,22 +151,22 @@ def outputs_of(run: Ended) -> tuple[Tensor, Tensor]:
         return model(inputs.to(torch.float64)), targets
 
 
-def test_only_the_file_has_lists_of_numbers(one: Ended) -> None:
-    for row in one.summary["metrics"]["val"].values():
+def test_only_the_file_has_lists_of_numbers() -> None:
+    for row in one().summary["metrics"]["val"].values():
         assert "auroc" in row and not any(isinstance(value, list) for value in row.values())
-    assert "confusion_matrix" not in one.output and "auroc 0." in one.output
+    assert "confusion_matrix" not in one().output and "auroc 0." in one().output
 
 
 @pytest.mark.slow
-def test_killed_it_ends_with_the_same_bits_and_rows(one: Ended, tmp_path: Path) -> None:
+def test_killed_it_ends_with_the_same_bits_and_rows(tmp_path: Path) -> None:
     line = [*RUN, *METRICS, "parallel=ddp", TWO]
     assert command(*line, root=tmp_path / "runs", before=after_step(3, crash)).code < 0
     ended = finished(*line, root=tmp_path / "runs")
     assert_same_bits(ended, finished(*line, root=tmp_path / "whole"))
-    assert len(columns(ended)) == len(columns(one))
+    assert len(columns(ended)) == len(columns(one()))
 
 
-def test_best_and_patience_follow_the_metric_in_its_direction(one: Ended, tmp_path: Path) -> None:
+def test_best_and_patience_follow_the_metric_in_its_direction(tmp_path: Path) -> None:
     more = ["checkpoint.monitor=val/auroc", "trainer.early_stopping.monitor=val/auroc", "trainer.early_stopping.patience=9"]
     config = checked(*RUN, *METRICS, *more)
     assert config.checkpoint.mode == "max" and config.trainer.early_stopping.mode == "max"
@@ -178,10 +177,10 @@ def test_best_and_patience_follow_the_metric_in_its_direction(one: Ended, tmp_pa
     assert ended.summary["metrics"]["val"]["best"]["auroc"] == max(values)
 
 
-def test_it_is_measured_in_an_evaluation_too(one: Ended, tmp_path: Path) -> None:
-    row = evaluated(one.directory, "parallel=ddp", TWO, root=tmp_path / "none")
+def test_it_is_measured_in_an_evaluation_too(tmp_path: Path) -> None:
+    row = evaluated(one().directory, "parallel=ddp", TWO, root=tmp_path / "none")
     for name in ("auroc", "precision"):  # also the name of a fact about the evaluation
-        assert row[name] == pytest.approx(columns(one)[-1][name], rel=1e-12)
+        assert row[name] == pytest.approx(columns(one())[-1][name], rel=1e-12)
     assert row["eval_precision"] == "fp64" and row["parallel"] == "ddp"
 
 

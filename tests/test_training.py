@@ -17,7 +17,7 @@ from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues, Noise
 from framework.training.loop import Trainer
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, once, slow_but
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, FOR_EXPERTS, MODELS, RUN, SMALL, name
 from tests.test_divergence import infinite_gradient
@@ -48,16 +48,8 @@ def model_of(ended: Ended) -> nn.Module:
     return components.model(config["model"], seed=config["seed"])
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    done: dict[str, Ended] = {}
-
-    def run(line: str) -> Ended:
-        if line not in done:
-            done[line] = finished(*LINES[line], root=tmp_path_factory.mktemp("one") / "runs", before=without_gradients)
-        return done[line]
-
-    return run
+def one(line: str) -> Ended:
+    return once(*LINES[line], before=without_gradients)
 
 
 def without_gradients() -> None:
@@ -83,9 +75,7 @@ def crossed() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "mesh", "line"), [*crossed()])
-def test_ranks_compute_what_one_process_does(
-    strategy: str, ranks: int, mesh: list[str], line: str, one: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_ranks_compute_what_one_process_does(strategy: str, ranks: int, mesh: list[str], line: str, tmp_path: Path) -> None:
     parallel = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
     run = finished(*LINES[line], *parallel, root=tmp_path / "runs", before=without_gradients)
     assert_close(run, one(line))
@@ -122,7 +112,7 @@ def test_killed_it_ends_with_the_same_bits(parallel: list[str], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_it_continues_under_other_strategies(one: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_it_continues_under_other_strategies(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     begun = command(*LINES["all"], "parallel=pipeline", "launch.nproc_per_node=2", root=root, before=after_step(3, preempt))
     assert begun.code == 75, begun.output

@@ -1,7 +1,6 @@
 """Turns: sets of parameters, each with its own optimizer, under every strategy what one process computes."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,7 @@ from framework.data.order import Order
 from framework.engine.sums import means, over_turns
 from framework.randomness import key
 from framework.runtime.exits import Diverged
-from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but
-from tests.test_any_training import one  # noqa: F401  # a fixture
+from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, once, slow_but
 from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, RUN, SMALL, layouts, name
 from tests.test_evaluate import evaluated, measured
 from tests.test_resume import after_step, crash
@@ -41,7 +39,6 @@ REFUSED = {
     "pp+fsdp+tp": "does not have chain()",
     "parameter-server": "several optimizers",
 }
-One = Callable[..., Ended]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +47,7 @@ One = Callable[..., Ended]
     ids=IDS,
 )
 def test_it_computes_what_one_process_does_or_is_refused(
-    strategy: str, ranks: int, mesh: list[str], one: One, tmp_path: Path  # noqa: F811
+    strategy: str, ranks: int, mesh: list[str], tmp_path: Path
 ) -> None:  # fmt: skip
     line = [*GAN, f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]
     ended = command(*line, root=tmp_path / "runs")
@@ -58,7 +55,7 @@ def test_it_computes_what_one_process_does_or_is_refused(
         assert ended.code == 78 and REFUSED[strategy] in ended.output, ended.output
         return
     assert ended.code == 0, ended.output
-    assert_close(ended, one(*GAN))
+    assert_close(ended, once(*GAN))
 
 
 @pytest.mark.slow
@@ -122,9 +119,9 @@ def test_gradients_computed_again_are_those_of_the_turn_alone(tmp_path: Path) ->
     assert_close(again, finished(*GAN, root=tmp_path / "once"), tolerance=1e-9)
 
 
-def test_the_turns_of_a_step_can_draw_the_same_noise(one: One, tmp_path: Path) -> None:  # noqa: F811
+def test_the_turns_of_a_step_can_draw_the_same_noise(tmp_path: Path) -> None:
     line = [word.replace("Adversarial", "Adversaries").replace("every: 2", "every: 1") for word in GAN]
-    alone = one(*line)
+    alone = once(*line)
     pairs = [[row[f"seen_by_{turn}"] for turn in ("critic", "generator")] for row in alone.rows if row["split"] == "train"]
     assert all(critic == generator for critic, generator in pairs) and len({critic for critic, _ in pairs}) == len(pairs) == 6
     many = [*line, "parallel=ddp", "launch.nproc_per_node=2"]

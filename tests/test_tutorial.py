@@ -15,7 +15,7 @@ from tests.test_extend import steadfast
 TUTORIAL, MIGRATION = WALKED = "docs/tutorial.md", "docs/migration.md"
 NAMED = r"(?:# @package \S+\n)?# (\S+)\n"  # the head of a block that is a file, word by word
 SHORTER = ["trainer.max_epochs=2", "trainer.eval_every=16"]
-STRATEGIES = ["context", "ddp", "dp", "fsdp", "single", "zero"]
+STRATEGIES = ["context", "ddp", "dp", "fsdp", "single"]  # the two that the page shows, and others that are quick
 
 
 def steps(text: str) -> list[Path | str]:
@@ -41,8 +41,8 @@ def test_the_page_has_files_and_commands_of_every_step() -> None:
 
 @pytest.mark.timeout(900)  # beside others
 def test_the_tutorial_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framework.cli.adopt.options", lambda group: STRATEGIES)  # the others take a minute
-    follow(TUTORIAL, tmp_path)
+    monkeypatch.setattr("framework.cli.adopt.options", lambda group: STRATEGIES)
+    follow(TUTORIAL, tmp_path, "rehearse=false")  # `adopt` rehearses the model
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert len([*tmp_path.glob("runs/paper/*/model.safetensors")]) == 18
 
@@ -78,7 +78,7 @@ def test_the_tables_have_the_settings_that_people_type() -> None:
     assert names >= {"gradient_clip_val", "algorithms", "paths.data_dir", "save_folder", "parallelism_config", "trainer"}
 
 
-def follow(page: str, folder: Path) -> None:
+def follow(page: str, folder: Path, *more: str) -> None:
     """Do what a page says: write its files and give its commands."""
     texts = {
         match[1]: text for language, text in blocks(page) if language in ("python", "yaml") and (match := re.match(NAMED, text))
@@ -89,10 +89,10 @@ def follow(page: str, folder: Path) -> None:
             (folder / step).parent.mkdir(parents=True, exist_ok=True)
             (folder / step).write_text(texts[str(step)])
         else:
-            give(known[re.split(r"\s+#\s", step)[0]], folder)
+            give(known[re.split(r"\s+#\s", step)[0]], folder, *more)
 
 
-def give(command: Command, folder: Path) -> None:
+def give(command: Command, folder: Path, *more: str) -> None:
     program, *words = shlex.split(with_ids(command.line, folder))
     if program == "python":
         done = subprocess.run(command.line, shell=True, cwd=folder, text=True, env=steadfast(folder / ".bin") | {"PYTHONPATH": f"{ROOT}:{MACHINE}"},
@@ -101,6 +101,6 @@ def give(command: Command, folder: Path) -> None:
         return
     assert program == "steadfast"
     is_training = not command.shown and "mode=" not in command.line
-    ended = typed(*words, *(SHORTER if is_training else []), directory=folder, timeout_s=600)
+    ended = typed(*words, *([*SHORTER, *more] if is_training else []), directory=folder, timeout_s=600)
     assert ended.code == command.code, f"{command}\n{ended.output}"
     assert command.promises(ended.output), f"{command}\n{ended.output}"

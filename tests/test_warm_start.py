@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from framework.cli import run
-from tests.harness import Ended, assert_same_bits, command, finished, slow_but
+from tests.harness import Ended, assert_same_bits, command, finished, once, slow_but
 from tests.test_conformance import layouts
 from tests.test_resume import after_step, preempt
 
@@ -23,9 +23,8 @@ RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "da
 STILL = ["trainer.max_steps=1", "optimizer.lr=1e-15", "optimizer.weight_decay=0", "seed=7"]  # other weights, which stay
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, "optimizer.lr=0.02", root=tmp_path_factory.mktemp("first") / "runs")
+def first() -> Ended:
+    return once(*RUN, "optimizer.lr=0.02")
 
 
 def init(path: Path) -> str:
@@ -41,21 +40,19 @@ STRATEGIES = [("single", 1), ("ddp", 2), ("fsdp", 3), ("tensor", 2), ("pipeline"
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), slow_but([("fsdp", 3), ("pipeline", 2)], STRATEGIES, unpack=True))
-def test_under_any_strategy_a_run_begins_with_the_files_weights(
-    strategy: str, ranks: int, first: Ended, tmp_path: Path
-) -> None:
+def test_under_any_strategy_a_run_begins_with_the_files_weights(strategy: str, ranks: int, tmp_path: Path) -> None:
     mesh = next(mesh for count, mesh in layouts(strategy) if count == ranks)
-    line = [f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, init(first.directory / "model.safetensors")]
+    line = [f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, init(first().directory / "model.safetensors")]
     run = finished(*RUN, *STILL, *line, root=tmp_path / "runs")
-    assert_begun_with(run, first.weights)
+    assert_begun_with(run, first().weights)
     assert "model.init_from: 24 of the model's 24 tensors are loaded from " in run.output
     assert "WARNING" not in run.output
     cold = finished(*RUN, *STILL, root=tmp_path / "cold")
-    assert (cold.weights["head.weight"] - first.weights["head.weight"]).abs().max() > 1e-3
+    assert (cold.weights["head.weight"] - first().weights["head.weight"]).abs().max() > 1e-3
 
 
-def test_a_warm_run_is_continued_as_any(first: Ended, tmp_path: Path) -> None:
-    line = [*RUN, init(first.directory / "model.safetensors"), "trainer.max_epochs=3"]
+def test_a_warm_run_is_continued_as_any(tmp_path: Path) -> None:
+    line = [*RUN, init(first().directory / "model.safetensors"), "trainer.max_epochs=3"]
     whole = finished(*line, root=tmp_path / "whole")
     assert command(*line, root=tmp_path / "runs", before=after_step(3, preempt)).code == 75
     again = finished(*line, root=tmp_path / "runs")
@@ -63,8 +60,8 @@ def test_a_warm_run_is_continued_as_any(first: Ended, tmp_path: Path) -> None:
     assert_same_bits(again, whole)
 
 
-def test_the_content_of_the_file_is_part_of_the_runs_identity_not_its_path(first: Ended, tmp_path: Path) -> None:
-    weights = first.weights
+def test_the_content_of_the_file_is_part_of_the_runs_identity_not_its_path(tmp_path: Path) -> None:
+    weights = first().weights
     save_file(weights, tmp_path / "a.safetensors")
     save_file(weights, tmp_path / "b.safetensors")
     weights["head.weight"] += 1e-9
@@ -78,8 +75,8 @@ def test_the_content_of_the_file_is_part_of_the_runs_identity_not_its_path(first
     assert len({names["none"], names["a"], names["c"]}) == 3
 
 
-def test_what_does_not_fit_is_named_and_left_as_it_was(first: Ended, tmp_path: Path) -> None:
-    weights = {name: value for name, value in first.weights.items() if name not in ("head.weight", "norm.bias")}
+def test_what_does_not_fit_is_named_and_left_as_it_was(tmp_path: Path) -> None:
+    weights = {name: value for name, value in first().weights.items() if name not in ("head.weight", "norm.bias")}
     weights["norm.weight"] = torch.zeros(3, 5)
     weights["layers.0.mlp_norm.bias"] = torch.zeros(16, dtype=torch.int64)
     weights["another"] = torch.zeros(2)
@@ -92,12 +89,14 @@ def test_what_does_not_fit_is_named_and_left_as_it_was(first: Ended, tmp_path: P
                  "norm.weight (F32 [3, 5] in the file, float64 [16] in the model)"]  # fmt: skip
     assert f"WARNING: model.init_from: of another shape or kind: {', '.join(differing)}\n" in run.output
     assert torch.equal(run.weights["norm.weight"].round(), torch.ones(16))
-    assert_begun_with(run, {"embedding.weight": first.weights["embedding.weight"], "head.weight": first.weights["head.weight"]})
+    assert_begun_with(
+        run, {"embedding.weight": first().weights["embedding.weight"], "head.weight": first().weights["head.weight"]}
+    )
 
 
-def test_an_evaluation_does_not_ask_for_the_file(first: Ended, tmp_path: Path) -> None:
+def test_an_evaluation_does_not_ask_for_the_file(tmp_path: Path) -> None:
     file = tmp_path / "file.safetensors"
-    save_file(first.weights, file)
+    save_file(first().weights, file)
     run = finished(*RUN, *STILL, init(file), root=tmp_path / "runs")
     file.unlink()
     ended = finished("mode=eval", f"run.dir={run.directory}", root=tmp_path / "none")
@@ -175,8 +174,8 @@ def test_what_is_no_file_of_weights_is_refused(make: Callable[[Path], None], sai
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_two_places_to_begin_from_are_refused(first: Ended, tmp_path: Path) -> None:
-    line = [init(first.directory / "model.safetensors"), f"run.resume={first.directory}", "name=other"]
+def test_two_places_to_begin_from_are_refused(tmp_path: Path) -> None:
+    line = [init(first().directory / "model.safetensors"), f"run.resume={first().directory}", "name=other"]
     refused = command(*RUN, *line, root=tmp_path / "runs")
     assert refused.code == 78
     assert "model.init_from: cannot be given together with run.resume: each chooses the first weights" in refused.output
@@ -196,9 +195,9 @@ def change_before_the_start(path: Path) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_file_that_changes_before_the_start_is_refused(ranks: int, first: Ended, tmp_path: Path) -> None:
+def test_a_file_that_changes_before_the_start_is_refused(ranks: int, tmp_path: Path) -> None:
     file = tmp_path / "file.safetensors"
-    save_file(first.weights, file)
+    save_file(first().weights, file)
     line = [*RUN, init(file), "parallel=ddp", f"launch.nproc_per_node={ranks}"]
     refused = command(*line, root=tmp_path / "runs", before=change_before_the_start(file))
     assert refused.code == 65, refused.output

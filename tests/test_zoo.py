@@ -1,13 +1,13 @@
 """The promise for models that nobody here wrote: under every strategy the same numbers, or refused before the start."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from framework.config.folders import options
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once, slow_but
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts, name
 from tests.test_resume import after_step, crash
 from tests.zoo import IMAGES, TOKENS, make
@@ -60,16 +60,8 @@ def line(model: str) -> list[str]:
     return [*RUN, *DATA["images" if model in IMAGES else "tokens"], "model._target_=tests.zoo.make", f"model.name='{model}'"]
 
 
-@pytest.fixture(scope="session")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    done: dict[str, Ended] = {}
-
-    def run(model: str) -> Ended:
-        if model not in done:
-            done[model] = finished(*line(model), root=tmp_path_factory.mktemp("one") / "runs")
-        return done[model]
-
-    return run
+def one(model: str) -> Ended:
+    return once(*line(model))
 
 
 def cells() -> Iterator[Any]:
@@ -82,7 +74,7 @@ def cells() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "mesh"), [*cells()])
 def test_a_model_computes_what_it_does_on_one_process_or_is_refused(
-    model: str, strategy: str, ranks: int, mesh: list[str], one: Callable[[str], Ended], tmp_path: Path
+    model: str, strategy: str, ranks: int, mesh: list[str], tmp_path: Path
 ) -> None:
     make(model)  # what it imports, the command's processes then have
     words = REFUSED.get((model, strategy))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, slow_but
+from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, once, slow_but
 from tests.test_evaluate import evaluated, measured
 from tests.test_resume import after_step, crash
 from tests.test_zoo import line
@@ -39,18 +39,10 @@ def words_of(model: str, *settings: str) -> list[str]:
     return [*(word for word in line(model) if not word.startswith("precision=")), *settings, "checkpoint.every=2"]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ended]:
-    done: dict[tuple[str, str], Ended] = {}
-
-    def run(model: str, precision: str) -> Ended:
-        if (model, precision) not in done:
-            make(model)  # what it imports, the commands' processes then have
-            words = words_of(model, f"precision={precision}")
-            done[model, precision] = finished(*words, root=tmp_path_factory.mktemp("plain") / "runs")
-        return done[model, precision]
-
-    return run
+def plain(model: str, precision: str) -> Ended:
+    make(model)
+    words = words_of(model, f"precision={precision}")
+    return once(*words)
 
 
 def check(model: str, setting: str, strategy: str, *, expected: Ended, compiled: Path, folder: Path) -> float:
@@ -94,14 +86,14 @@ Plain = Callable[[str, str], Ended]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "setting", "strategy"), slow_but(QUICK, CELLS, unpack=True))
-def test_it_trains_resumes_and_is_evaluated(model: str, setting: str, strategy: str, plain: Plain, tmp_path: Path) -> None:
+def test_it_trains_resumes_and_is_evaluated(model: str, setting: str, strategy: str, tmp_path: Path) -> None:
     expected = plain(model, SETTINGS[setting][1])
     check(model, setting, strategy, expected=expected, compiled=tmp_path / "none", folder=tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a C++ compiler does most of it: two minutes alone, more beside others
-def test_compiled_it_does_so_under_each_strategy(plain: Plain, tmp_path: Path) -> None:
+def test_compiled_it_does_so_under_each_strategy(tmp_path: Path) -> None:
     losses, model = [], "nanogpt"
     for strategy in STRATEGIES:  # one after the other: each takes what those before it have compiled
         expected, folder = plain(model, "fp32"), tmp_path / strategy

@@ -48,12 +48,34 @@ def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
 # --- processes that do nothing
 
 
-def busy_s(pid: int) -> float:
-    """Return the seconds on a CPU, plus the first thread's waiting time for a CPU, if the kernel counts it."""
-    fields, waited_s = stat_of(pid), 0.0
-    with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
-        waited_s = int(file.read().split()[1]) / 1e9
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited_s if fields else 0.0
+Use = dict[int, tuple[float, float]]  # of each thread: its seconds on a CPU, and the seconds that it has waited for one
+
+
+def cpu_use(pid: int) -> Use:
+    """Return what the threads of a process have used. If the kernel does not count it, return one entry for the process."""
+    used: Use = {}
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
+                on_cpu, waiting, _ = map(int, file.read().split())
+                used[int(thread)] = on_cpu / 1e9, waiting / 1e9
+    if not used and (fields := stat_of(pid)):
+        used[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), 0.0
+    return used
+
+
+def busy_s(before: Use, now: Use, *, elapsed_s: float) -> float:
+    """Return the seconds that the threads would have computed in `elapsed_s` if no other process had used the CPUs.
+
+    On a loaded machine a thread that polls waits for a CPU almost always, and a thread that computes does too. But the first
+    uses a small share of the rest of its time, and the second uses all of it. A thread that has ended counts with all its time.
+    """
+    busy = sum(before[thread][0] for thread in before.keys() - now.keys())
+    for thread, (on_cpu, waiting) in now.items():
+        on_cpu, waiting = on_cpu - before.get(thread, (0.0, 0.0))[0], waiting - before.get(thread, (0.0, 0.0))[1]
+        if on_cpu > 0.0:
+            busy += elapsed_s * on_cpu / max(on_cpu, elapsed_s - waiting)
+    return busy
 
 
 def stat_of(pid: int) -> list[str]:
@@ -89,7 +111,8 @@ class Idleness:
 
     def __init__(self, *, counts_reads: bool = True) -> None:
         self._counts_reads = counts_reads
-        self._busy_s, self._read = 0.0, 0
+        self._used: Use = {}
+        self._read = 0
         self._looked_at = self._since = time.monotonic()
         self._woke_at, self._slept_s = -math.inf, 0.0
 
@@ -99,13 +122,17 @@ class Idleness:
         if now - self._looked_at < self._LOOK_S:
             return self._looked_at - self._since
         everyone = [other for pid in pids if pid is not None for other in (pid, *descendants(pid))]
-        busy, read = sum(map(busy_s, everyone)), sum(map(bytes_read, everyone)) if self._counts_reads else 0
+        used: Use = {}
+        for pid in everyone:
+            used |= cpu_use(pid)
+        busy = busy_s(self._used, used, elapsed_s=now - self._looked_at)
+        read = sum(map(bytes_read, everyone)) if self._counts_reads else 0
         allowed = min(0.5, self._SHARE * len(everyone)) * (now - self._looked_at)
         if now - self._looked_at > self._ASLEEP_S:  # this process was stopped too
             self._woke_at, self._slept_s = now, now - self._looked_at
-        if abs(busy - self._busy_s) > allowed or read != self._read or self._woke_at == now:  # less: a process has ended
+        if busy > allowed or read != self._read or self._woke_at == now:
             self._since = now
-        self._busy_s, self._read, self._looked_at = busy, read, now
+        self._used, self._read, self._looked_at = used, read, now
         return now - self._since
 
     def slept_s(self, *, timeout_s: float) -> float:

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests import harness
-from tests.harness import Ended, Says, assert_close, command, exact_rows, finished, wait_for
+from tests.harness import Ended, Says, assert_close, command, exact_rows, finished, once, wait_for
 from tests.launch.paced import ROOT, pace
 from tests.launch.test_local import assert_gone
 from tests.test_bitwise import digest
@@ -24,7 +24,7 @@ from tests.test_resume import RUN as SMALL
 from tests.test_resume import after_step
 
 RUN = [*SMALL, "precision=fp64", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=200",
-       "trainer.eval_every=50"]  # fmt: skip
+       "trainer.eval_every=50", "rehearse=false"]  # fmt: skip
 ELASTIC = ["parallel=ddp", "launch.nproc_per_node=1", "launch.nnodes=1:2"]
 LOST_S, JOINED_S = 25.0, 40.0
 
@@ -137,9 +137,8 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
             node._wait(10.0)
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
+def one() -> Ended:
+    return once(*RUN)
 
 
 def two(cluster: Callable[..., Cluster], *overrides: str) -> Cluster:
@@ -157,7 +156,7 @@ def assert_no_trace(cluster: Cluster) -> None:
     assert not [path for path in cluster.root.rglob("*") if path.name.endswith(".elastic")]
 
 
-def test_a_node_lost_and_a_node_back(one: Ended, cluster: Callable[..., Cluster]) -> None:
+def test_a_node_lost_and_a_node_back(cluster: Callable[..., Cluster]) -> None:
     both = two(cluster)
     killed_at = time.time()
     both.nodes[0].kill()  # the first: rank 0, and the oldest
@@ -169,7 +168,7 @@ def test_a_node_lost_and_a_node_back(one: Ended, cluster: Callable[..., Cluster]
     both.finish()
     ended = [node.end() for node in both.nodes[1:]]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert_close(ended[0], one)
+    assert_close(ended[0], one())
     assert "restart " not in ended[0].output  # a lost node is no failure
     assert_no_trace(both)
     late = both.start().end()
@@ -180,7 +179,7 @@ def test_a_node_lost_and_a_node_back(one: Ended, cluster: Callable[..., Cluster]
 @pytest.mark.parametrize(
     "whom", ["agent 1", *(pytest.param(whom, marks=pytest.mark.slow) for whom in ("agent 0", "worker of agent 0"))]
 )
-def test_a_signal_to_any_process_stops_the_run_on_all_nodes(whom: str, one: Ended, cluster: Callable[..., Cluster]) -> None:
+def test_a_signal_to_any_process_stops_the_run_on_all_nodes(whom: str, cluster: Callable[..., Cluster]) -> None:
     both = two(cluster)
     node = both.nodes[int(whom[-1])]
     pid = psutil.Process(node.pid).children()[0].pid if "worker" in whom else node.pid
@@ -193,7 +192,7 @@ def test_a_signal_to_any_process_stops_the_run_on_all_nodes(whom: str, one: Ende
     both.finish()
     again = both.start().end()  # the same command, on one node
     assert again.code == 0, again.output
-    assert_close(again, one)
+    assert_close(again, one())
 
 
 def fail() -> None:
@@ -215,7 +214,7 @@ def test_an_error_on_one_node_ends_the_run_on_all_when_it_comes_again(cluster: C
 
 
 @pytest.mark.slow
-def test_an_error_that_does_not_come_again_is_a_restart(one: Ended, cluster: Callable[..., Cluster]) -> None:
+def test_an_error_that_does_not_come_again_is_a_restart(cluster: Callable[..., Cluster]) -> None:
     both = cluster(*RUN, *ELASTIC, "launch.nnodes=2")  # neither starts without the other
     both.finish()
     once = both.folder / "once"
@@ -229,7 +228,7 @@ def test_an_error_that_does_not_come_again_is_a_restart(one: Ended, cluster: Cal
     ended = [node.end() for node in nodes]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
     assert ended[1].output.count("; restart 1 of 3") == 1
-    assert_close(ended[0], one)
+    assert_close(ended[0], one())
 
 
 @pytest.mark.slow
@@ -344,7 +343,7 @@ def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Clust
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_three_nodes_may_become_one_and_three_again(one: Ended, cluster: Callable[..., Cluster]) -> None:
+def test_three_nodes_may_become_one_and_three_again(cluster: Callable[..., Cluster]) -> None:
     three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3", "trainer.max_steps=250")
     reference = finished(*RUN, "trainer.max_steps=250", root=three.folder / "one")
     began = time.time()
@@ -369,7 +368,7 @@ def test_three_nodes_may_become_one_and_three_again(one: Ended, cluster: Callabl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_machine_that_falls_silent_is_gone_on_without(number: int, one: Ended, cluster: Callable[..., Cluster]) -> None:
+def test_a_machine_that_falls_silent_is_gone_on_without(number: int, cluster: Callable[..., Cluster]) -> None:
     """No connection is closed and no lock is let go: all its processes are stopped. Later they come back."""
     both = two(cluster)
     node = both.nodes[number]
@@ -386,7 +385,7 @@ def test_a_machine_that_falls_silent_is_gone_on_without(number: int, one: Ended,
     both.finish()
     ended = [node.end() for node in both.nodes]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert_close(ended[0], one)
+    assert_close(ended[0], one())
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d",
@@ -395,7 +394,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_torchrun_loses_a_node_and_takes_it_back(one: Ended, cluster: Callable[..., Cluster]) -> None:
+def test_torchrun_loses_a_node_and_takes_it_back(cluster: Callable[..., Cluster]) -> None:
     both = cluster(*RUN, "parallel=ddp", "trainer.max_steps=300")
     reference = finished(*RUN, "trainer.max_steps=300", root=both.folder / "one")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of no node

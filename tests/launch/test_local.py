@@ -19,16 +19,15 @@ from framework.config.compose import compose_line
 from framework.launch import claim
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished, wait_for
+from tests.harness import Ended, assert_same_bits, begin, command, end, finished, once, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
 TWO = [*RUN, *STRATEGIES["ddp 2"]]
 STOP_AT = 6
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*TWO, root=tmp_path_factory.mktemp("undisturbed") / "runs")
+def undisturbed() -> Ended:
+    return once(*TWO)
 
 
 class Halted:
@@ -75,13 +74,13 @@ def assert_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(rank: int, undisturbed: Ended, tmp_path: Path) -> None:
+def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(rank: int, tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     os.kill(run.pids[rank], signal.SIGKILL)
     run.resume()
     ended = run.end()
     assert ended.code == 0, ended.output
-    assert_same_bits(ended, undisturbed)
+    assert_same_bits(ended, undisturbed())
     assert ended.summary["restarts"] == 1
     assert_gone(run.pids)
     # the agent looks at one process that has ended; if that is the peer, the signal's name is lost, the rank is not
@@ -116,14 +115,14 @@ def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:
     assert_gone(run.pids)
 
 
-def test_kill_9_of_the_parent_leaves_no_orphan_and_the_same_command_continues(undisturbed: Ended, tmp_path: Path) -> None:
+def test_kill_9_of_the_parent_leaves_no_orphan_and_the_same_command_continues(tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     os.kill(run.process.pid, signal.SIGKILL)
     assert leftovers(Ended(0, "", run.root))
     again = command(*TWO, root=run.root)  # at once: the lock is free as soon as the last worker is gone
     assert_gone(run.pids, timeout_s=1.0)
     assert again.code == 0, again.output
-    assert_same_bits(again, undisturbed)
+    assert_same_bits(again, undisturbed())
     assert not leftovers(again)
 
 
@@ -133,14 +132,14 @@ def leftovers(ended: Ended) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"steadfast_{key}_*"))
 
 
-def test_ctrl_c_reaches_everyone_and_ends_in_a_checkpoint(undisturbed: Ended, tmp_path: Path) -> None:
+def test_ctrl_c_reaches_everyone_and_ends_in_a_checkpoint(tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
     run.resume()
     stopped = run.end()
     assert stopped.code == 75, stopped.output
     assert_gone(run.pids)
-    assert_same_bits(finished(*TWO, root=run.root), undisturbed)
+    assert_same_bits(finished(*TWO, root=run.root), undisturbed())
 
 
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from framework.checkpoint.store import CheckpointStore
 from framework.training.loop import Trainer
-from tests.harness import Ended, Says, assert_close, exact_rows, finished, slow_but, wait_for
+from tests.harness import Ended, Says, assert_close, exact_rows, once, slow_but, wait_for
 from tests.hosts import Host, hosts, mount_remote, needs_fuse, needs_hosts
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, assert_no_trace
@@ -39,9 +39,8 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
             node._wait(10.0)
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
+def one() -> Ended:
+    return once(*RUN)
 
 
 def begun(cluster: Cluster, on: list[Host], *, before: Callable[[], None] = lambda: None) -> None:
@@ -106,7 +105,7 @@ CASES = [*itertools.product(MOMENTS, ["link", "one way"], [1, 0])]
 
 @pytest.mark.parametrize("case", slow_but([], CASES), ids=lambda case: f"{case[1]} in {case[0]}, of node {case[2]}")
 def test_a_node_that_is_cut_off_is_gone_on_without_and_joins_again(
-    case: tuple[str, str, int], one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
+    case: tuple[str, str, int], cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """The files are on another network, which is not cut; all settings are the defaults."""
     moment, how, number = case
@@ -127,24 +126,22 @@ def test_a_node_that_is_cut_off_is_gone_on_without_and_joins_again(
         mended_at = time.time()
         mend(how, on[number])
         both.wait_for_step(world_size=2, after=mended_at, within_s=JOINED_S)
-        ended(both, one)
+        ended(both, one())
 
 
 @pytest.mark.slow
-def test_a_link_that_never_comes_back_costs_one_node(one: Ended, cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+def test_a_link_that_never_comes_back_costs_one_node(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     both = cluster(*RUN, *ELASTIC)
     with hosts(2, tmp_path) as on:
         begun(both, on)
         cut_at = time.time()
         on[0].down()
         both.wait_for_step(world_size=1, after=cut_at + 5.0, within_s=LOST_S)
-        ended(both, one)  # the node that has waited says how the run has ended
+        ended(both, one())  # the node that has waited says how the run has ended
 
 
 @pytest.mark.slow
-def test_between_two_of_three_nodes_the_largest_part_goes_on(
-    one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_between_two_of_three_nodes_the_largest_part_goes_on(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3")
     with hosts(3, tmp_path) as on:
         begun(three, on)
@@ -155,19 +152,17 @@ def test_between_two_of_three_nodes_the_largest_part_goes_on(
         mended_at = time.time()
         mend("a pair", on[0])
         three.wait_for_step(world_size=3, after=mended_at, within_s=JOINED_S)
-        ended(three, one)
+        ended(three, one())
 
 
 @pytest.mark.slow
-def test_a_link_that_is_slow_or_loses_packets_costs_nothing(
-    one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_a_link_that_is_slow_or_loses_packets_costs_nothing(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0")
     with hosts(2, tmp_path) as on:
         begun(both, on)
         on[0].lose(0.03)
         on[1].lose(0.03)
-        ended(both, one)
+        ended(both, one())
         assert "round 2" not in both.nodes[0].output.read_text()
 
 
@@ -195,21 +190,19 @@ NAMES: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", slow_but([*NAMES][:1], [*NAMES]))
-def test_the_interface_that_reaches_the_others_is_found(
-    what: str, one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_the_interface_that_reaches_the_others_is_found(what: str, cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0")
     with hosts(2, tmp_path, name=NAMES[what]) as on:
         for host in on:
             host.add_network("172.17.0.1")  # as a container's bridge: on each host the same
         begun(both, on)
-        ended(both, one)
+        ended(both, one())
         assert "round 2" not in both.nodes[0].output.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*NAMES])
-def test_under_torchrun_too(what: str, one: Ended, tmp_path: Path) -> None:
+def test_under_torchrun_too(what: str, tmp_path: Path) -> None:
     with hosts(2, tmp_path, name=NAMES[what]) as on:
         for host in on:
             host.add_network("172.17.0.1")
@@ -224,19 +217,17 @@ def test_under_torchrun_too(what: str, one: Ended, tmp_path: Path) -> None:
             for node in nodes:
                 node.kill()
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
-    assert_close(Ended(0, outputs[0], tmp_path / "runs"), one)
+    assert_close(Ended(0, outputs[0], tmp_path / "runs"), one())
 
 
 @pytest.mark.slow
-def test_behind_a_firewall_the_nodes_meet_on_the_ports_that_are_open(
-    one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_behind_a_firewall_the_nodes_meet_on_the_ports_that_are_open(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0", "launch.ports=40000-40199")
     with hosts(2, tmp_path) as on:
         for host in on:
             host.allow_only(40000, 40199)
         begun(both, on)
-        ended(both, one)
+        ended(both, one())
 
 
 @pytest.mark.slow
@@ -256,7 +247,7 @@ def test_an_interface_that_only_this_host_reaches_is_refused_with_the_line_to_ad
 @needs_fuse
 @pytest.mark.slow
 def test_where_locks_end_at_a_machine_and_files_look_old_the_nodes_agree(
-    one: Ended, cluster: Callable[..., Cluster], tmp_path: Path
+    cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """As on NFS without its locks: attributes and names are up to 3 s old. A node is killed, and comes back."""
     both = cluster(*RUN, *ELASTIC)
@@ -272,7 +263,7 @@ def test_where_locks_end_at_a_machine_and_files_look_old_the_nodes_agree(
         both.start(before=on[0].enter)
         both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S + 10)
         both.nodes.pop(0)
-        ended(both, one)
+        ended(both, one())
 
 
 # --- a rank that hangs

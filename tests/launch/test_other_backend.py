@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Says, assert_same_bits, command, finished, slow_but
+from tests.harness import Says, assert_same_bits, command, finished, together
 from tests.test_resume import RUN, after_step, preempt
 
 OTHER = ["backend=other", "backend.name=counting", "backend.module=tests.counting_backend"]
 
 
-@pytest.mark.parametrize("strategy", slow_but(["ddp"], ["ddp", "local-sgd"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
 def test_its_group_moves_what_training_sends(strategy: str, tmp_path: Path) -> None:
     line = [*RUN, f"parallel={strategy}", "launch.nproc_per_node=2", "trainer.eval_every=null", "checkpoint.every=null"]
     folder = tmp_path / "counts"
@@ -23,11 +24,14 @@ def test_its_group_moves_what_training_sends(strategy: str, tmp_path: Path) -> N
 
 def test_a_run_goes_on_over_another_back_end(tmp_path: Path) -> None:
     line = [*RUN, "parallel=ddp", "launch.nproc_per_node=2"]
-    stopped = command(*line, *OTHER, root=tmp_path / "runs", before=after_step(6, preempt))
+    counts = lambda: os.environ.update(COUNTING_BACKEND=str(tmp_path))  # noqa: E731
+    stopped = command(*line, *OTHER, root=tmp_path / "runs", before=together(counts, after_step(6, preempt)))
     assert stopped.code == 75, stopped.output
+    assert len((tmp_path / "allreduce").read_text()) >= 2 * 6
     assert_same_bits(finished(*line, root=tmp_path / "runs"), finished(*line, root=tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_strategy_whose_collectives_it_lacks_is_refused_before_the_start(tmp_path: Path) -> None:
     line = [*RUN, *OTHER, "parallel=fsdp", "launch.nproc_per_node=2", "rehearse=true"]
     refused = command(*line, root=tmp_path / "runs")

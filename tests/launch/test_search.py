@@ -74,6 +74,12 @@ def test_another_seed_or_sampler_is_another_search(whole: list[dict[str, str]], 
     assert len(list(root.glob("sweeps/*/search.db"))) == 2
 
 
+def kill_the_command() -> None:
+    """Kill the command of a trial. The trial dies with it, and takes no step until it does."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
 def killed_in_trial(number: int) -> Callable[[], None]:
     """Return what kills the search, and so everything, at the ninth step of one of its trials."""
 
@@ -83,7 +89,7 @@ def killed_in_trial(number: int) -> Callable[[], None]:
         def init(self: Watched, trial: object, *args: object, **kwargs: object) -> None:
             original(self, trial, *args, **kwargs)  # type: ignore[arg-type]
             if self.trial.number == number:
-                after_step(9, lambda: os.kill(os.getppid(), signal.SIGKILL))()
+                after_step(9, kill_the_command)()
 
         Watched.__init__ = init  # type: ignore[method-assign]
 
@@ -132,17 +138,6 @@ def test_killed_at_any_point_a_search_draws_as_if_it_had_not_been(
     ended = swept(*line, root=root)
     assert ended.code == 0, ended.output
     assert drawn(table(ended)) == drawn(whole)[:3]
-
-
-@pytest.mark.slow
-def test_a_preempted_search_goes_on_too(whole: list[dict[str, str]], tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    stop = after_step(9, lambda: os.kill(os.getppid(), signal.SIGTERM))
-    stopped = swept(*SEARCH, *SPACE, trials(2), root=root, before=stop)
-    assert stopped.code == 75, stopped.output
-    assert [row["state"] for row in table(stopped)] == ["preempted"]
-    ended = swept(*SEARCH, *SPACE, trials(2), root=root)
-    assert ended.code == 0 and drawn(table(ended)) == drawn(whole)[:2]
 
 
 @pytest.mark.slow

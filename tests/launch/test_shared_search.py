@@ -15,7 +15,7 @@ import yaml
 
 from framework.sweep.jobs import Job, Pool, SlurmPool
 from tests.harness import Ended, Says, assert_same_bits, begin, end, files_below, finished, typed, wait_for
-from tests.launch.test_search import SEARCH, SPACE, trials
+from tests.launch.test_search import SEARCH, SPACE, kill_the_command, trials
 from tests.launch.test_slurm import MISSING, cluster  # noqa: F401  # a fixture
 from tests.launch.test_slurm_sweep import SEARCH as ON_SLURM
 from tests.launch.test_slurm_sweep import Sweep, submitted  # noqa: F401  # a fixture
@@ -76,7 +76,7 @@ def test_a_killed_commands_trial_is_taken_up_by_another(tmp_path: Path) -> None:
 
     def killed() -> None:
         touching(a, until=a)()
-        after_step(9, lambda: os.kill(os.getppid(), signal.SIGKILL))()
+        after_step(9, kill_the_command)()
 
     first = begin(*line, root=roots[0], run=multirun, before=killed)
     wait_for(a.exists, what="the first command's trial")

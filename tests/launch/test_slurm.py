@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from framework.cli.run import checked_line
-from tests.harness import Ended, Says, assert_close, command, finished, slow_but, wait_for, wait_for_checkpoint
+from tests.harness import Ended, Says, assert_close, command, finished, once, slow_but, wait_for, wait_for_checkpoint
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN, Cluster
 
@@ -48,9 +48,8 @@ def cluster() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
+def one() -> Ended:
+    return once(*RUN)
 
 
 def ask(*words: str) -> str:
@@ -157,56 +156,54 @@ def assert_ends_as(run: Run, one: Ended, *, restarts: int) -> None:
     assert len(list(run.root.glob("*/*"))) == 1, "the same directory, and no trace of the nodes' meeting"
 
 
-def test_a_job_on_two_nodes(one: Ended, submitted: Callable[..., Run]) -> None:
+def test_a_job_on_two_nodes(submitted: Callable[..., Run]) -> None:
     run = submitted()
     again = run.submit()
     assert f"job {run.job} is RUNNING already: {run.now.directory}" in again.output and len(run.jobs) == 1
-    assert_ends_as(run, one, restarts=0)
+    assert_ends_as(run, one(), restarts=0)
     late = run.submit()
     assert "finished already" in late.output and len(run.jobs) == 1
 
 
 @pytest.mark.slow
-def test_it_starts_with_as_many_nodes_as_are_free(one: Ended, submitted: Callable[..., Run]) -> None:
+def test_it_starts_with_as_many_nodes_as_are_free(submitted: Callable[..., Run]) -> None:
     ask("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     run = submitted("launch.nnodes=1:4")
-    assert_ends_as(run, one, restarts=0)
+    assert_ends_as(run, one(), restarts=0)
 
 
 @pytest.mark.slow
-def test_a_submission_from_within_another_job(
-    one: Ended, submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_submission_from_within_another_job(submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """What Slurm tells the processes of that job, an interactive one say, is not for this one."""
     for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SBATCH_WAIT", "1")
-    assert_ends_as(submitted(), one, restarts=0)
+    assert_ends_as(submitted(), one(), restarts=0)
 
 
 @pytest.mark.slow
-def test_scontrol_requeue(one: Ended, submitted: Callable[..., Run]) -> None:
+def test_scontrol_requeue(submitted: Callable[..., Run]) -> None:
     run = submitted()
     ask("scontrol", "requeue", run.job)
     run.wait_for_status("preempted")
     stopped = run.now.summary
     assert stopped["step"] == max(step for _, step, _, _ in run.steps())  # nothing is lost
-    assert_ends_as(run, one, restarts=1)
+    assert_ends_as(run, one(), restarts=1)
     assert run.now.summary["record_id"] == stopped["record_id"], "for loggers it is the same run: wandb's id"
 
 
 @pytest.mark.slow
-def test_the_time_limit(one: Ended, submitted: Callable[..., Run]) -> None:
+def test_the_time_limit(submitted: Callable[..., Run]) -> None:
     run = submitted("launch.slurm.time_min=2", "launch.slurm.signal_s=30")  # which comes after 60 to 90 s
     run.wait_for_restart(timeout_s=180)
     assert "SIGUSR1: stopping after this step" in run.log() and "requeues itself" in run.log()
     ended = run.finish()  # after another minute, maybe
     assert ended.summary["status"] == "finished" and ended.summary["restarts"] >= 1
-    assert_close(ended, one)
+    assert_close(ended, one())
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_job_starts(one: Ended, submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_job_starts(submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """The only warning may come before Python has got so far as to listen: here the nodes give it to themselves."""
     plant = Run._plant
 
@@ -220,11 +217,11 @@ def test_a_signal_while_the_job_starts(one: Ended, submitted: Callable[..., Run]
     monkeypatch.setattr(Run, "_plant", plant_both)
     run = submitted()
     assert "requeues itself" in run.log() and facts(run.job)["Restarts"] == "1"
-    assert_ends_as(run, one, restarts=0)
+    assert_ends_as(run, one(), restarts=0)
 
 
 @pytest.mark.slow
-def test_a_job_of_higher_priority(one: Ended, submitted: Callable[..., Run]) -> None:
+def test_a_job_of_higher_priority(submitted: Callable[..., Run]) -> None:
     run = submitted()
     other = ask(
         "sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000"
@@ -234,11 +231,11 @@ def test_a_job_of_higher_priority(one: Ended, submitted: Callable[..., Run]) -> 
     assert run.now.summary["status"] == "queued"
     run._wait(lambda: facts(other)["JobState"] == "RUNNING", timeout_s=60, what="the other job")
     ask("scancel", other)
-    assert_ends_as(run, one, restarts=1)
+    assert_ends_as(run, one(), restarts=1)
 
 
 @pytest.mark.slow
-def test_scancel_is_final_until_the_command_is_given_again(one: Ended, submitted: Callable[..., Run]) -> None:
+def test_scancel_is_final_until_the_command_is_given_again(submitted: Callable[..., Run]) -> None:
     run = submitted()
     ask("scancel", run.job)
     run.wait_for_status("cancelled")
@@ -246,7 +243,7 @@ def test_scancel_is_final_until_the_command_is_given_again(one: Ended, submitted
     assert facts(run.job)["JobState"] == "CANCELLED" and facts(run.job)["Restarts"] == "0"
     run.submit()
     assert len(run.jobs) == 2
-    assert_ends_as(run, one, restarts=1)
+    assert_ends_as(run, one(), restarts=1)
 
 
 def slurmd_of(cluster: Path, node: str) -> psutil.Process:
@@ -281,16 +278,16 @@ def lose(run: Run, number: int, *, repaired: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_node_whose_slurmd_is_killed(one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]) -> None:
+def test_a_node_whose_slurmd_is_killed(cluster: Path, repaired: list[str], submitted: Callable[..., Run]) -> None:
     run = submitted()
     slurmd_of(cluster, lose(run, 0, repaired=repaired)).kill()
     run.wait_for_restart()
-    assert_ends_as(run, one, restarts=1)
+    assert_ends_as(run, one(), restarts=1)
 
 
 @pytest.mark.slow
 def test_a_node_that_slurm_has_lost_leaves_the_run_to_the_next_attempt(
-    one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]
+    cluster: Path, repaired: list[str], submitted: Callable[..., Run]
 ) -> None:
     """Its task runs on, and nobody tells it that the job is requeued elsewhere: two attempts of it want the run."""
     run = submitted("launch.nnodes=1")
@@ -302,12 +299,12 @@ def test_a_node_that_slurm_has_lost_leaves_the_run_to_the_next_attempt(
     assert "continuing" not in run.log()
     run._wait(lambda: "a newer attempt of this job" in run.log(), timeout_s=90, what="the old one's end")
     run._wait(lambda: "continuing from" in run.log(), timeout_s=90, what="the new one's beginning")
-    assert_ends_as(run, one, restarts=1)
+    assert_ends_as(run, one(), restarts=1)
 
 
 @pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_node_that_dies(
-    one: Ended, cluster: Path, repaired: list[str], submitted: Callable[..., Run]
+    cluster: Path, repaired: list[str], submitted: Callable[..., Run]
 ) -> None:
     run = submitted("launch.nnodes=1:2")
     node = lose(run, 1, repaired=repaired)
@@ -318,7 +315,7 @@ def test_an_elastic_job_goes_on_without_a_node_that_dies(
     assert facts(run.job)["Restarts"] == "0"
     run.slow.unlink()
     run.wait_for_status("finished")
-    assert_close(run.now, one)
+    assert_close(run.now, one())
 
 
 # --- from a laptop to a cluster
@@ -333,11 +330,11 @@ def test_there_are_five_commands() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", slow_but([line for line in FIVE if "nnodes" not in line], FIVE))
-def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, one: Ended, cluster: Path, tmp_path: Path) -> None:
+def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, cluster: Path, tmp_path: Path) -> None:
     if "launch=slurm" in line:
         run = Run(tmp_path, *RUN, *line.split())
         run.submit()
-        assert_ends_as(run, one, restarts=0)
+        assert_ends_as(run, one(), restarts=0)
         return
     nodes = Cluster(tmp_path, *RUN, *line.split())
     machines = [nodes.start() for _ in range(2 if "launch.nnodes" in line else 1)]
@@ -345,7 +342,7 @@ def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, one
         nodes.wait_for_step(world_size=4, after=0.0, within_s=60)
     nodes.slow.unlink()
     assert [machine.end().code for machine in machines] == [0] * len(machines), machines[0].output.read_text()
-    assert_close(Ended(0, "", nodes.root), one)
+    assert_close(Ended(0, "", nodes.root), one())
 
 
 # --- what is frozen at the submission
@@ -362,9 +359,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_what_is_edited_after_the_submission_changes_nothing(
-    one: Ended, copy: Path, tmp_path: Path, submitted: Callable[..., Run]
-) -> None:
+def test_what_is_edited_after_the_submission_changes_nothing(copy: Path, tmp_path: Path, submitted: Callable[..., Run]) -> None:
     ask("scontrol", "update", "PartitionName=main", "State=DOWN")  # jobs wait
     try:
         # a model of the user's own, in a package beside train.py
@@ -384,7 +379,7 @@ def test_what_is_edited_after_the_submission_changes_nothing(
             path.write_text("no longer what it was(")
     finally:
         ask("scontrol", "update", "PartitionName=main", "State=UP")
-    assert_ends_as(run, one, restarts=0)
+    assert_ends_as(run, one(), restarts=0)
 
 
 @pytest.mark.slow
@@ -486,27 +481,27 @@ def output(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_torchrun_by_hand_on_two_nodes(one: Ended, cluster: Path, tmp_path: Path) -> None:
+def test_torchrun_by_hand_on_two_nodes(cluster: Path, tmp_path: Path) -> None:
     job = by_hand(tmp_path, "parallel=fsdp", "name=100%a", options=("--nodes=2",))  # it is no array
     wait_for(lambda: facts(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), timeout_s=120, what="the job's end")
     assert facts(job)["JobState"] == "COMPLETED", output(tmp_path)
     ended = Ended(0, output(tmp_path), tmp_path / "runs")
     assert ended.summary["world_size"] == 2 and ended.directory.parent.name == "100%a"
-    assert_close(ended, one)
+    assert_close(ended, one())
 
 
 @pytest.mark.slow
-def test_an_array_by_hand(one: Ended, cluster: Path, tmp_path: Path) -> None:
+def test_an_array_by_hand(cluster: Path, tmp_path: Path) -> None:
     job = by_hand(tmp_path, "parallel=ddp", "seed=%a", "name=seed_%a", options=("--nodes=2", "--array=0-1"))
     wait_for(lambda: not ask("squeue", "-h"), timeout_s=150, what="the array's end")
     states = ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").split()
     assert states == ["COMPLETED"] * 2, output(tmp_path)
-    assert_close(Ended(0, "", tmp_path / "runs" / "seed_0"), one)
+    assert_close(Ended(0, "", tmp_path / "runs" / "seed_0"), one())
     assert Ended(0, "", tmp_path / "runs" / "seed_1").summary["status"] == "finished"
 
 
 @pytest.mark.slow
-def test_by_hand_a_signal_before_the_end_requeues_the_job(one: Ended, cluster: Path, tmp_path: Path) -> None:
+def test_by_hand_a_signal_before_the_end_requeues_the_job(cluster: Path, tmp_path: Path) -> None:
     longer = ["parallel=ddp", "trainer.max_steps=600"]
     job = by_hand(tmp_path, *longer, options=("--nodes=2",))
     wait_for_checkpoint(tmp_path / "runs")

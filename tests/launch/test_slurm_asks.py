@@ -196,12 +196,12 @@ TASKS = [["--ntasks=3", "--nodes=2"], ["--ntasks=2", "--nodes=1"]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", slow_but(TASKS[:1], TASKS), ids=" ".join)
-def test_the_tasks_of_srun_are_the_processes_of_one_run(tasks: list[str], one: Ended, cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_tasks_of_srun_are_the_processes_of_one_run(tasks: list[str], cluster: Path, tmp_path: Path) -> None:  # noqa: F811
     """Also where one node has more of them than another."""
     ended = given("srun", *tasks, *TRAIN, *RUN, "parallel=ddp", folder=tmp_path)
     assert ended.code == 0, ended.output
     assert ended.summary["world_size"] == int(tasks[0].partition("=")[2])
-    assert_close(ended, one)
+    assert_close(ended, one())
 
 
 @pytest.mark.slow
@@ -347,6 +347,7 @@ def test_a_machine_that_is_not_configured_for_slurm_says_so(
     assert refused.code == 78 and "Slurm cannot be asked: " in refused.output, refused.output
 
 
+@pytest.mark.slow
 def test_status_says_that_slurm_is_silent(held: None, submitted: Sweep, request: pytest.FixtureRequest) -> None:  # noqa: F811
     submitted.submit(*ARRAY, "seed=0,1")
     request.getfixturevalue("silent")

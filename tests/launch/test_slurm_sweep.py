@@ -130,7 +130,7 @@ def status(*line: str, run: Callable[[list[str]], int] = start, root: Path) -> d
 
 
 @pytest.mark.slow
-def test_a_sweep_is_an_array_that_ends_as_on_one_machine(one: Ended, submitted: Sweep) -> None:  # noqa: F811
+def test_a_sweep_is_an_array_that_ends_as_on_one_machine(submitted: Sweep) -> None:
     told = submitted.submit(*SEEDS)
     jobs = ids(told)
     assert len(jobs) == 3 and {job.partition("_")[2] for job in jobs} == {"0", "1", "2"}
@@ -141,7 +141,7 @@ def test_a_sweep_is_an_array_that_ends_as_on_one_machine(one: Ended, submitted: 
     submitted.wait(lambda: submitted.run(0).summary.get("restarts") == 1, what="the requeued job's second start")
     submitted.hurry()
     submitted.wait_for_end()
-    assert_close(submitted.run(0), one)
+    assert_close(submitted.run(0), one())
     assert [submitted.run(seed).summary["restarts"] for seed in (0, 1, 2)] == [1, 0, 0]
     (folder,) = submitted.root.glob("sweeps/*")
     assert {recall(path)["run"]["group"] for path in submitted.directories} == {f"sweep-{folder.name}"}
@@ -169,7 +169,7 @@ def test_the_same_command_submits_only_what_is_missing(held: None, submitted: Sw
 
 
 @pytest.mark.slow
-def test_the_end_of_the_shell_that_submitted_changes_nothing(one: Ended, submitted: Sweep) -> None:  # noqa: F811
+def test_the_end_of_the_shell_that_submitted_changes_nothing(submitted: Sweep) -> None:
     line = " ".join([sys.executable, str(ROOT / "train.py"), "-m", *SEEDS, f"run.root={submitted.root}"])
     shell = subprocess.Popen(["sh", "-c", f"{line}; echo submitted; sleep 1000"], start_new_session=True, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
@@ -182,7 +182,7 @@ def test_the_end_of_the_shell_that_submitted_changes_nothing(one: Ended, submitt
     shell.stdout.close()
     submitted.wait_for_end()
     assert [submitted.run(seed).summary["status"] for seed in (0, 1, 2)] == ["finished"] * 3
-    assert_close(submitted.run(0), one)
+    assert_close(submitted.run(0), one())
 
 
 def sbatch_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str = "sbatch") -> None:
@@ -409,13 +409,13 @@ def test_status_of_numbers_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_submitit_slurm_waits_for_its_jobs(one: Ended, submitted: Sweep) -> None:  # noqa: F811
+def test_submitit_slurm_waits_for_its_jobs(submitted: Sweep) -> None:
     submitted.hurry()
     line = [*RUN, "seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=main", "hydra.launcher.mem_gb=1",
             "hydra.launcher.array_parallelism=1", "hydra.launcher.setup=['echo prepared']"]  # fmt: skip
     told = submitted.submit(*line)
     assert "2 jobs: 2 finished" in told.output
-    assert_close(submitted.run(0), one)
+    assert_close(submitted.run(0), one())
     asked_for = recall(submitted.run(0).root)["launch"]
     assert (asked_for["slurm"]["partition"], asked_for["slurm"]["mem_gb"]) == ("main", 1)
     assert submitted.log.count("prepared") == 2

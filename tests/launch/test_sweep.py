@@ -53,7 +53,7 @@ def job(ended: Ended, row: dict[str, str]) -> Ended:
     return Ended(0, ended.output, Path(row["directory"]))
 
 
-@pytest.mark.parametrize("several", [[], TWO_AT_A_TIME], ids=["one by one", "two at a time"])
+@pytest.mark.parametrize("several", slow_but([[]], [[], TWO_AT_A_TIME]), ids=["one by one", "two at a time"])
 def test_the_same_sweep_gives_a_logger_that_failed_what_it_lacks(several: list[str], tmp_path: Path) -> None:
     line = [*SHORT, "seed=0,1", "logger=tensorboard", *several]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Ended, assert_same_bits, finished, wait_for_checkpoint
+from tests.harness import Ended, assert_same_bits, finished, once, wait_for_checkpoint
 from tests.launch.test_local import assert_gone
 from tests.test_resume import RUN
 
@@ -53,7 +53,7 @@ def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
 
 
 def test_kill_9_of_torchrun_leaves_no_orphan(tmp_path: Path) -> None:
-    long = [*DDP, "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
+    long = [*DDP, "rehearse=false", "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
     agent = subprocess.Popen([*TORCHRUN, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_checkpoint(tmp_path / "runs")
@@ -84,9 +84,8 @@ def test_a_rank_that_has_lost_its_partner_says_so(tmp_path: Path) -> None:
 LONG = [*DDP, "trainer.max_epochs=100", "trainer.eval_every=null", "trainer.log_every=100", "checkpoint.every=100"]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LONG, "launch.nproc_per_node=2", root=tmp_path_factory.mktemp("whole") / "runs")
+def whole() -> Ended:
+    return once(*LONG, "launch.nproc_per_node=2")
 
 
 # torchrun dies of other signals than TERM and INT, and its workers with it, unless it is told of them
@@ -95,7 +94,7 @@ ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(signum: int, whole: Ended, tmp_path: Path) -> None:
+def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(signum: int, tmp_path: Path) -> None:
     command = [*TORCHRUN[:-1], ALL_SIGNALS, TORCHRUN[-1], *LONG, f"run.root={tmp_path / 'runs'}"]
     agent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -107,4 +106,4 @@ def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(signu
         agent.wait()
     stopped = Ended(agent.returncode, "", tmp_path / "runs")
     assert stopped.summary["status"] == "preempted"
-    assert_same_bits(finished(*LONG, "launch.nproc_per_node=2", root=tmp_path / "runs"), whole)
+    assert_same_bits(finished(*LONG, "launch.nproc_per_node=2", root=tmp_path / "runs"), whole())

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from framework.modules.tensors import local, whole
 from framework.modules.trace import give_example
 from framework.parallel.expert import cut_experts, problems
 from models.moe import Experts, MoEGPT
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but, together
+from tests.harness import assert_close, assert_same_bits, command, finished, once, slow_but, together
 from tests.ranks import on_ranks
 from tests.test_any_to_any import note_state
 from tests.test_conformance import MODELS, RUN
@@ -181,23 +180,9 @@ def on(group: str) -> list[str]:
     return ["parallel=expert", *mesh, f"launch.nproc_per_node={ranks}"]
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
-    done: dict[tuple[str, ...], Ended] = {}
-
-    def run(*line: str) -> Ended:
-        if line not in done:
-            done[line] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
-        return done[line]
-
-    return run
-
-
-@pytest.mark.parametrize("group", slow_but(["3", "2x2"], GROUPS))
-def test_it_computes_what_one_process_does_with_dropout_and_an_average(
-    group: str, one: Callable[..., Ended], tmp_path: Path
-) -> None:
-    assert_close(finished(*MOE, *on(group), root=tmp_path / "runs"), one(*MOE))
+@pytest.mark.parametrize("group", slow_but(["3"], GROUPS))
+def test_it_computes_what_one_process_does_with_dropout_and_an_average(group: str, tmp_path: Path) -> None:
+    assert_close(finished(*MOE, *on(group), root=tmp_path / "runs"), once(*MOE))
 
 
 VARIANTS = {
@@ -216,10 +201,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", slow_but(["a rank without samples", "more processes than experts"], VARIANTS))
-def test_a_variant_computes_what_one_process_does(variant: str, one: Callable[..., Ended], tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", slow_but(["a rank without samples"], VARIANTS))
+def test_a_variant_computes_what_one_process_does(variant: str, tmp_path: Path) -> None:
     group, changes = VARIANTS[variant]
-    assert_close(finished(*MOE, *changes, *on(group), root=tmp_path / "runs"), one(*MOE, *changes))
+    assert_close(finished(*MOE, *changes, *on(group), root=tmp_path / "runs"), once(*MOE, *changes))
 
 
 @pytest.mark.slow
@@ -267,9 +252,9 @@ HOW = {"single": [], "fsdp": ["parallel=fsdp", "launch.nproc_per_node=2"], "3": 
 PAIRS = [("3", "fsdp"), ("fsdp", "2x2"), ("2x2", "single"), ("single", "3")]
 
 
-@pytest.mark.parametrize(("first", "second"), slow_but(PAIRS[:2], PAIRS, unpack=True))
+@pytest.mark.parametrize(("first", "second"), slow_but(PAIRS[1:2], PAIRS, unpack=True))
 def test_a_run_goes_on_from_and_to_other_strategies_with_every_bit_of_its_state(
-    first: str, second: str, one: Callable[..., Ended], tmp_path: Path
+    first: str, second: str, tmp_path: Path
 ) -> None:
     saved, restored = tmp_path / "saved", tmp_path / "restored"
     stopped = command(*MOE, *HOW[first], root=tmp_path / "1", before=together(note_state(saved), after_step(4, preempt)))
@@ -277,4 +262,4 @@ def test_a_run_goes_on_from_and_to_other_strategies_with_every_bit_of_its_state(
     again = [*MOE, *HOW[second], f"run.resume={stopped.directory}"]
     ended = finished(*again, root=tmp_path / "2", before=note_state(restored))
     assert json.loads(saved.read_text()) == json.loads(restored.read_text())
-    assert_close(ended, one(*MOE))
+    assert_close(ended, once(*MOE))

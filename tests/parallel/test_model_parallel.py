@@ -12,9 +12,9 @@ from framework.modules.parts import units_of
 from framework.parallel import model_parallel
 from framework.parallel.model_parallel import sharing_weights
 from framework.preflight import processes
-from tests.harness import Ended, Says, assert_close, checked, command, finished, together
-from tests.test_any_to_any import LONGER, longer, note_state, own_option  # noqa: F401
-from tests.test_conformance import MODELS, OPTIMIZERS, RESNET18, RUN, One, one_process, own_options  # noqa: F401
+from tests.harness import Ended, Says, assert_close, checked, command, finished, once, together
+from tests.test_any_to_any import LONGER, note_state
+from tests.test_conformance import MODELS, OPTIMIZERS, RESNET18, RUN, one_process
 from tests.test_resume import after_step, preempt
 
 
@@ -33,9 +33,7 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
     ("model", "strategy", "ranks", "num_devices"),
     [
         *(
-            pytest.param(
-                model, "model-parallel", 1, 2, marks=[] if model in ("cnn with BatchNorm", "two inputs") else [pytest.mark.slow]
-            )
+            pytest.param(model, "model-parallel", 1, 2, marks=[] if model == "cnn with BatchNorm" else [pytest.mark.slow])
             for model in MODELS
         ),
         # the tensors of ResNet are too many for Python
@@ -44,20 +42,12 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
             for model in MODELS
             if model != RESNET18
         ),
-        ("gpt, tied", "model-parallel", 1, 3),
+        pytest.param("gpt, tied", "model-parallel", 1, 3, marks=pytest.mark.slow),
     ],
 )
-def test_several_devices_compute_what_one_does(
-    model: str,
-    strategy: str,
-    ranks: int,
-    num_devices: int,
-    one_process: One,  # noqa: F811
-    own_options: Callable[[], None],  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_several_devices_compute_what_one_does(model: str, strategy: str, ranks: int, num_devices: int, tmp_path: Path) -> None:
     line = [*RUN, *MODELS[model], *OPTIMIZERS["adamw"], f"parallel={strategy}", f"launch.nproc_per_node={ranks}"]
-    run = finished(*line, root=tmp_path / "runs", before=on_emulated(num_devices, own_options))
+    run = finished(*line, root=tmp_path / "runs", before=on_emulated(num_devices))
     assert_close(run, one_process(model, "adamw"))
     assert f"layers on {num_devices} devices" in run.output
 
@@ -73,17 +63,13 @@ def test_emulated_devices_refuse_what_cuda_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_from_one_device_to_several_and_back(
-    own_option: Callable[[], None],  # noqa: F811
-    longer: Ended,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_from_one_device_to_several_and_back(tmp_path: Path) -> None:
     hops = [("single", 1, 3), ("ddp+mp", 2, 6), ("model-parallel", 1, 11), ("fsdp", 2, 16)]
     previous: Ended | None = None
     for strategy, ranks, last in hops:
         state = tmp_path / f"{strategy}.state"
         on_devices = [on_emulated(2)] if strategy.endswith(("mp", "model-parallel")) else []
-        acts = [*on_devices, own_option, note_state(state)]
+        acts = [*on_devices, note_state(state)]
         if last < 16:
             acts.append(after_step(last - (ranks > 1), preempt))  # two ranks agree a step later than one
         resume = [f"run.resume={previous.directory}"] if previous else []
@@ -92,7 +78,7 @@ def test_a_run_goes_from_one_device_to_several_and_back(
         assert (ended.code, ended.summary["step"]) == (75 if last < 16 else 0, last), ended.output
         previous = ended
     assert previous is not None
-    assert_close(previous, longer)
+    assert_close(previous, once(*LONGER))
 
 
 def test_one_device_is_said_to_be_one(tmp_path: Path) -> None:

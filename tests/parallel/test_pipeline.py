@@ -21,7 +21,7 @@ from framework.parallel.pipelining.schedules import owners
 from framework.parallel.pipelining.sent import Sent
 from framework.runtime.exits import Unfit
 from models.gpt import GPT
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, slow_but
+from tests.harness import assert_close, assert_same_bits, command, finished, once, slow_but
 from tests.test_conformance import MODELS, RUN
 from tests.test_resume import after_step, crash, preempt
 
@@ -113,18 +113,6 @@ def sizes(path: Path) -> dict[str, set[int]]:
     return {file.name: set(map(int, file.read_text().split())) for file in path.iterdir() if file.read_text()}
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
-    done: dict[tuple[str, ...], Ended] = {}
-
-    def run(*line: str) -> Ended:
-        if line not in done:
-            done[line] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
-        return done[line]
-
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "options", "num_bytes"),
@@ -138,12 +126,12 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
     ids=["in 16 bits", "in 32", "a sum in 32", "rounded"],
 )
 def test_the_bytes_between_stages_are_those_of_the_type(
-    line: list[str], options: list[str], num_bytes: set[int], one: Callable[..., Ended], tmp_path: Path
+    line: list[str], options: list[str], num_bytes: set[int], tmp_path: Path
 ) -> None:
     precision, is_rounded = options[0], len(options) > 1
     cut = finished(*line, *options, "parallel=pipeline", *TWO, root=tmp_path / "runs", before=count_bytes(tmp_path / "sent"))
     assert sizes(tmp_path / "sent") == {"forward 0": num_bytes, "backward 1": num_bytes}
-    whole = one(*line, precision)
+    whole = once(*line, precision)
     ours, theirs = ([row["loss"] for row in run.rows if row["split"] == "train"] for run in (cut, whole))
     assert ours[0] == pytest.approx(theirs[0], rel=1e-2 if is_rounded else 1e-7)
     if is_rounded:
@@ -195,17 +183,15 @@ def test_the_first_process_has_the_last_stage_too(name: str, num_ranks: int) -> 
     pytest.param("zbv", [*GPT_LINE, "model.num_layers=6"], 3, marks=pytest.mark.slow),
     pytest.param("dualpipev", [*GPT_LINE, "model.num_layers=6"], 3, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_stages_in_a_v_compute_what_one_process_does(
-    name: str, line: list[str], num_ranks: int, one: Callable[..., Ended], tmp_path: Path
-) -> None:
+def test_stages_in_a_v_compute_what_one_process_does(name: str, line: list[str], num_ranks: int, tmp_path: Path) -> None:
     count = f"launch.nproc_per_node={num_ranks}"
     cut = finished(*line, *MANY, "parallel=pipeline", f"parallel.schedule={name}", count, root=tmp_path / "runs")
     assert "cannot run" not in cut.output
-    assert_close(cut, one(*line, *MANY))
+    assert_close(cut, once(*line, *MANY))
 
 
 @pytest.mark.slow
-def test_pipelines_in_a_v_stand_side_by_side(one: Callable[..., Ended], tmp_path: Path) -> None:
+def test_pipelines_in_a_v_stand_side_by_side(tmp_path: Path) -> None:
     mesh = [
         "parallel=ddp+pp",
         "parallel.replicate=2",
@@ -213,21 +199,19 @@ def test_pipelines_in_a_v_stand_side_by_side(one: Callable[..., Ended], tmp_path
         "parallel.schedule=zbv",
         "launch.nproc_per_node=4",
     ]
-    assert_close(finished(*GPT_LINE, *MANY, *mesh, root=tmp_path / "runs"), one(*GPT_LINE, *MANY))
+    assert_close(finished(*GPT_LINE, *MANY, *mesh, root=tmp_path / "runs"), once(*GPT_LINE, *MANY))
 
 
 @pytest.mark.slow
-def test_too_few_micro_batches_run_in_another_order_which_is_said(one: Callable[..., Ended], tmp_path: Path) -> None:
+def test_too_few_micro_batches_run_in_another_order_which_is_said(tmp_path: Path) -> None:
     line = [*GPT_LINE, "parallel=pipeline", "parallel.schedule=dualpipev", *TWO]
     cut = finished(*line, root=tmp_path / "runs")
     assert "WARNING: parallel.schedule: dualpipev cannot run 3 micro-batches in a pass, so ZBVZeroBubble is used" in cut.output
-    assert_close(cut, one(*GPT_LINE))
+    assert_close(cut, once(*GPT_LINE))
 
 
 @pytest.mark.parametrize("name", slow_but([], V))
-def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(
-    name: str, one: Callable[..., Ended], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(name: str, tmp_path: Path) -> None:
     line = [*GPT_LINE, *MANY, "checkpoint.every=2"]
     cut = [*line, "parallel=pipeline", f"parallel.schedule={name}", *TWO]
     assert command(*cut, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
@@ -237,4 +221,4 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(
     assert stopped.code == 75, stopped.output
     for other in (["parallel=fsdp", *TWO], ["parallel=pipeline", "parallel.schedule=interleaved", *TWO]):
         run = finished(*line, *other, f"run.resume={stopped.directory}", root=tmp_path / other[1].partition("=")[2])
-        assert_close(run, one(*GPT_LINE, *MANY))
+        assert_close(run, once(*GPT_LINE, *MANY))

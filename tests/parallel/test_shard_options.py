@@ -13,7 +13,7 @@ from torch import Tensor
 
 from framework.engine.forward import Forward
 from models.gpt import Block
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once
 
 LINE = ["precision=fp64", "global_batch_size=16", "micro_batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=3",
         "trainer.log_every=1", "trainer.eval_every=null", "dataset=synthetic", "dataset.num_train=66", "dataset.kind=tokens",
@@ -22,9 +22,8 @@ LINE = ["precision=fp64", "global_batch_size=16", "micro_batch_size=2", "trainer
 TWO = ["parallel=fsdp", "launch.nproc_per_node=2"]
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LINE, root=tmp_path_factory.mktemp("one") / "runs")
+def one_process() -> Ended:
+    return once(*LINE)
 
 
 def held_bytes() -> int:
@@ -40,13 +39,13 @@ def held_bytes() -> int:
 
 
 def noting_memory(file: Path) -> Callable[[], None]:
-    """Return what lets rank 0 note, before each micro-batch, the bytes that it holds."""
+    """Return what lets rank 0 note, before each micro-batch of the first step, the bytes that it holds."""
 
     def note() -> None:
         plain = Forward.seed_draws
 
         def seed_draws(self: Forward, *, step: int | None, **others: Any) -> None:
-            if step is not None and dist.get_rank() == 0:
+            if step == 0 and dist.get_rank() == 0:
                 with file.open("a") as lines:
                     lines.write(f"{held_bytes()}\n")
             plain(self, step=step, **others)
@@ -57,17 +56,15 @@ def noting_memory(file: Path) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
-def test_gradients_reduced_in_each_micro_batch_are_the_same_and_shards(
-    strategy: str, one_process: Ended, tmp_path: Path
-) -> None:
+def test_gradients_reduced_in_each_micro_batch_are_the_same_and_shards(strategy: str, tmp_path: Path) -> None:
     is_fsdp = strategy == "fsdp"
     line = [*LINE, f"parallel={strategy}", f"launch.nproc_per_node={2 if is_fsdp else 4}"]
     held = {}
     for name, more in (("step", []), ("micro_batch", ["parallel.reduce_every=micro_batch"])):
         run = finished(*line, *more, root=tmp_path / name, before=noting_memory(tmp_path / f"{name}.txt"))
-        assert_close(run, one_process)
+        assert_close(run, one_process())
         held[name] = list(map(int, (tmp_path / f"{name}.txt").read_text().split()))[1]  # after the first micro-batch
-    weights = sum(tensor.numel() * 8 for tensor in one_process.weights.values())
+    weights = sum(tensor.numel() * 8 for tensor in one_process().weights.values())
     # all gradients whole, or only the half that this process keeps
     assert held["step"] - held["micro_batch"] == pytest.approx(weights / 2, rel=0.15), (held, weights)
 

@@ -18,7 +18,7 @@ from framework.parallel.tensor import cut_by, stays_cut, styles_of
 from framework.tasks.cross_entropy import cross_entropy_sum, highest_class
 from framework.tasks.language_modeling import LanguageModeling
 from models.gpt import GPT
-from tests.harness import Says, assert_close, command, finished
+from tests.harness import Says, assert_close, command, finished, once
 from tests.ranks import on_ranks
 from tests.test_conformance import MODELS, RUN
 from tests.test_resume import after_step, preempt
@@ -186,20 +186,8 @@ def note_logits(path: Path) -> Any:
     return plant
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    done: dict[tuple[str, ...], Any] = {}
-
-    def run(*line: str) -> Any:
-        if line not in done:
-            done[line] = finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
-        return done[line]
-
-    return run
-
-
 @pytest.mark.parametrize(("mesh", "options", "width"), [
-    (["parallel=tensor", "launch.nproc_per_node=2"], [], 10),
+    (["parallel=tensor", "launch.nproc_per_node=2"], ["trainer.max_steps=3", "trainer.eval_every=null"], 10),
     pytest.param(["parallel=tensor", "launch.nproc_per_node=4"], ["model.tie_embeddings=false"], 5, marks=pytest.mark.slow),
     # FSDP does not shard uneven parts: such a vocabulary stays whole there
     pytest.param(["parallel=fsdp+tp", "launch.nproc_per_node=4"], [], 19, marks=pytest.mark.slow),
@@ -208,10 +196,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.param(["parallel=tensor", "launch.nproc_per_node=2"],
                  ["task._target_=tests.parallel.test_vocabulary.Ours", "task.bytes_per_token=4"], 19, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_runs_compute_what_one_process_does(mesh: list[str], options: list[str], width: int, one: Any, tmp_path: Path) -> None:
+def test_runs_compute_what_one_process_does(mesh: list[str], options: list[str], width: int, tmp_path: Path) -> None:
     run = finished(*LINE, *options, *mesh, root=tmp_path / "runs", before=note_logits(tmp_path / "shapes"))
     assert set((tmp_path / "shapes").read_text().split()) == {str(width)}
-    assert_close(run, one(*LINE, *options))
+    assert_close(run, once(*LINE, *options))
 
 
 def test_a_plan_that_cuts_too_few_rows_is_refused_before_the_start(tmp_path: Path) -> None:
@@ -221,10 +209,10 @@ def test_a_plan_that_cuts_too_few_rows_is_refused_before_the_start(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_with_uneven_parts_goes_on_with_others_and_without(one: Any, tmp_path: Path) -> None:
+def test_a_run_with_uneven_parts_goes_on_with_others_and_without(tmp_path: Path) -> None:
     line = [*LINE, "parallel=tensor"]
     stopped = command(*line, "launch.nproc_per_node=2", root=tmp_path / "cut", before=after_step(4, preempt))
     assert stopped.code == 75, stopped.output
     resume = f"run.resume={stopped.directory}"
-    assert_close(finished(*line, "launch.nproc_per_node=4", resume, root=tmp_path / "four"), one(*LINE))
-    assert_close(finished(*LINE, resume, root=tmp_path / "single"), one(*LINE))
+    assert_close(finished(*line, "launch.nproc_per_node=4", resume, root=tmp_path / "four"), once(*LINE))
+    assert_close(finished(*LINE, resume, root=tmp_path / "single"), once(*LINE))

@@ -14,7 +14,7 @@ import pytest
 from framework.checkpoint import format
 from framework.checkpoint.store import CheckpointStore
 from framework.runtime.environment import Environment
-from tests.harness import Ended, assert_same_bits, command, finished
+from tests.harness import Ended, assert_same_bits, command, finished, once
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 from tests.torture.test_retention import valid_steps
 
@@ -91,16 +91,15 @@ class Points:
         Path.write_text = written  # type: ignore[method-assign,assignment]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LINE, root=tmp_path_factory.mktemp("whole") / "runs")
+def whole() -> Ended:
+    return once(*LINE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("mode", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
-def test_killed_at_every_point_of_a_save(mode: str, rank: int, whole: Ended, tmp_path: Path) -> None:
+def test_killed_at_every_point_of_a_save(mode: str, rank: int, tmp_path: Path) -> None:
     line = [*LINE, mode]
     begun = command(*line, root=tmp_path / "begun", before=after_step(4, preempt))
     assert begun.code == 75
@@ -119,5 +118,5 @@ def test_killed_at_every_point_of_a_save(mode: str, rank: int, whole: Ended, tmp
         killed = command(*line, root=root, before=points.plant)
         assert killed.code == -signal.SIGKILL and (tmp_path / "struck").read_text() == name, (name, killed.output)
         assert valid_steps(killed.directory / "checkpoints"), f"none is left at point {number}, {name}"
-        assert_same_bits(finished(*line, root=root), whole)
+        assert_same_bits(finished(*line, root=root), whole())
         shutil.rmtree(root)

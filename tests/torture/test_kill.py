@@ -19,7 +19,6 @@ from tests.harness import assert_same_bits, command, exact_rows, finished
 from tests.test_any_to_any import RUN as FROZEN_GPT
 from tests.test_any_to_any import STRATEGIES as STRATEGIES_OF_ALL
 from tests.test_any_to_any import line as line_of
-from tests.test_any_to_any import own_option  # noqa: F401  # a fixture
 from tests.test_bitwise import digest
 from tests.test_conformance import NOT_EQUAL
 from tests.test_resume import RUN, STRATEGIES
@@ -125,28 +124,19 @@ EVERY = [*FROZEN_GPT, "trainer.max_steps=90", "trainer.eval_every=9", "checkpoin
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", [*STRATEGIES_OF_ALL, *NOT_EQUAL])
-def test_twenty_kills_under_every_strategy_change_no_bit(
-    strategy: str,
-    own_option: Callable[[], None],  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_twenty_kills_under_every_strategy_change_no_bit(strategy: str, tmp_path: Path) -> None:
     """With saves beside the steps, an average of the weights, frozen and tied ones, and a logger."""
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     rng = random.Random(seed)
     how = [*line_of(strategy), *(["parallel.sync_every=3"] if strategy in NOT_EQUAL else [])]
     num_ranks = int(how[1].partition("=")[2])
-    whole = finished(*EVERY, *how, root=tmp_path / "whole", before=own_option)
+    whole = finished(*EVERY, *how, root=tmp_path / "whole")
     for number in range(NUM_KILLS):
         kill = Kill.draw(rng, number=number, num_ranks=num_ranks)
-
-        def before(kill: Kill = kill) -> None:
-            own_option()
-            kill.plant()
-
-        killed = command(*EVERY, *how, root=tmp_path / "killed", before=before)
+        killed = command(*EVERY, *how, root=tmp_path / "killed", before=kill.plant)
         assert killed.code in (0, 1, -signal.SIGKILL), f"{kill}\n{killed.output}"
-    ended = finished(*EVERY, *how, root=tmp_path / "killed", before=own_option)
+    ended = finished(*EVERY, *how, root=tmp_path / "killed")
     assert ended.summary["restarts"] >= NUM_KILLS // 2
     assert_same_bits(ended, whole)
 

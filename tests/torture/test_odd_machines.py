@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from framework.runtime.environment import Environment
-from tests.harness import Ended, assert_same_bits, begin, end, finished, together, typed, wait_for, with_loader_processes
+from tests.harness import Ended, assert_same_bits, begin, end, finished, once, together, typed, wait_for, with_loader_processes
 from tests.launch.paced import ROOT
 from tests.test_resume import RUN, after_step
 
@@ -21,9 +21,8 @@ TWO = [*RUN, "parallel=ddp", "launch.nproc_per_node=2"]
 LONG = [*TWO, "trainer.max_epochs=40", "checkpoint.every=20", "trainer.log_every=5", "launch.timeout_s=8"]
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LONG, root=tmp_path_factory.mktemp("one") / "runs")
+def one() -> Ended:
+    return once(*LONG)
 
 
 def step_of(root: Path) -> int:
@@ -36,7 +35,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_clock_that_jumps_changes_nothing(one: Ended, tmp_path: Path) -> None:
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     """Two hours back, then a day ahead: the run goes on, a second command knows that it does, and its times are no nonsense."""
     library, offset = tmp_path / "clock_offset.so", tmp_path / "offset"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, ROOT / "tests/torture/clock_offset.c", "-ldl"], check=True)
@@ -57,13 +56,13 @@ def test_a_clock_that_jumps_changes_nothing(one: Ended, tmp_path: Path) -> None:
     output, _ = running.communicate(timeout=120)
     ended = Ended(running.returncode, output, tmp_path / "runs")
     assert ended.code == 0, output
-    assert_same_bits(ended, one)
+    assert_same_bits(ended, one())
     assert 0 < ended.summary["wall_s"] < 600 and all(row.get("step_s", 1) > 0 for row in ended.rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_that_is_suspended_for_longer_than_its_time_out_goes_on(num_ranks: int, one: Ended, tmp_path: Path) -> None:
+def test_a_run_that_is_suspended_for_longer_than_its_time_out_goes_on(num_ranks: int, tmp_path: Path) -> None:
     """A laptop's lid, `docker pause`, Slurm's suspend: on waking up, the collectives' time is over, and nobody hangs."""
     line = [*LONG, f"launch.nproc_per_node={num_ranks}"]
     running = begin(*line, root=tmp_path)
@@ -77,7 +76,7 @@ def test_a_run_that_is_suspended_for_longer_than_its_time_out_goes_on(num_ranks:
     ended = end(running, root=tmp_path)
     assert ended.code == 0, ended.output
     if num_ranks == 2:
-        assert_same_bits(ended, one)
+        assert_same_bits(ended, one())
     assert "hangs" not in ended.output
 
 
@@ -98,7 +97,7 @@ def cgroup() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_the_kernel_that_kills_a_rank_for_memory_costs_a_restart(cgroup: Path, one: Ended, tmp_path: Path) -> None:
+def test_the_kernel_that_kills_a_rank_for_memory_costs_a_restart(cgroup: Path, tmp_path: Path) -> None:
     """One rank needs more than its group has, once."""
     told = tmp_path / "told"
 
@@ -114,7 +113,7 @@ def test_the_kernel_that_kills_a_rank_for_memory_costs_a_restart(cgroup: Path, o
     counts = [path.read_text() for name in ("memory.events", "memory.oom_control") if (path := cgroup / name).exists()]
     assert "oom_kill 1\n" in counts[0], "it was the kernel"
     assert ended.summary["restarts"] == 1
-    assert_same_bits(ended, one)
+    assert_same_bits(ended, one())
 
 
 def test_as_few_open_files_as_cannot_do_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from framework.data.order import Order
 from framework.optim.optimizers import hidden_matrices, trainable
 from tests.harness import Ended, Says, assert_same_bits, checked, command, finished, together
 from tests.test_any_to_any import RUN as TOKENS
-from tests.test_any_to_any import line, note_state, own_option  # noqa: F401
+from tests.test_any_to_any import line, note_state
 from tests.test_divergence import SKIP, bad_batches
 from tests.test_resume import after_step, crash, preempt
 
@@ -127,10 +127,7 @@ def momenta(state: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
-    own_option: Callable[[], None],  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_under_another_strategy_and_number_of_processes(tmp_path: Path) -> None:
     """And back: the outer momentum goes along, to the last bit."""
     run, five = [*TOKENS, "trainer.max_steps=15"], ["parallel=diloco", "parallel.sync_every=5"]
     hops = [[*five, "launch.nproc_per_node=3"], line("fsdp"), [*five, "launch.nproc_per_node=2"]]
@@ -138,7 +135,7 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
     states = []  # saved by the first, and restored by the others
     for hop, how in enumerate(hops):
         resume = [f"run.resume={previous.directory}"] if previous else []
-        before = together(own_option, note_state(tmp_path / "state"), after_step(5 * hop + 4, preempt))
+        before = together(note_state(tmp_path / "state"), after_step(5 * hop + 4, preempt))
         previous = command(*run, *how, *resume, root=tmp_path / str(hop), before=before)
         assert previous.code == (75 if hop < 2 else 0), previous.output
         assert previous.summary["step"] == 5 * hop + 5

@@ -28,7 +28,7 @@ from framework.engine.forward import WholeModel
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, slow_but, together
+from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, once, slow_but, together
 from tests.test_any_to_any import note_state
 from tests.test_optim import scale_from
 from tests.test_resume import RUN, after_step, preempt
@@ -125,27 +125,26 @@ def test_an_error_is_told_and_not_that_it_was_missed(mode: str, rank: int, tmp_p
 # --- synchronous
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, *SYNC, root=tmp_path_factory.mktemp("whole") / "runs")
+def whole() -> Ended:
+    return once(*RUN, *SYNC)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", slow_but([0], [0, 1, 2]))
-def test_killed_and_started_again_it_ends_with_the_same_bits(rank: int, whole: Ended, tmp_path: Path) -> None:
+def test_killed_and_started_again_it_ends_with_the_same_bits(rank: int, tmp_path: Path) -> None:
     ended = finished(*RUN, *SYNC, root=tmp_path / "runs", before=after_step(6, strike(rank, die)))
     assert ended.summary["restarts"] == 1
-    assert_same_bits(ended, whole)
+    assert_same_bits(ended, whole())
 
 
 @pytest.mark.parametrize("cut", slow_but([3], [3, 7]))
-def test_preempted_it_ends_with_the_same_bits(cut: int, whole: Ended, tmp_path: Path) -> None:
+def test_preempted_it_ends_with_the_same_bits(cut: int, tmp_path: Path) -> None:
     stopped = command(*RUN, *SYNC, root=tmp_path / "runs", before=after_step(cut, preempt))
     assert stopped.code == 75, stopped.output
-    assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs"), whole)
+    assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs"), whole())
 
 
-def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
+def test_who_comes_first_changes_no_bit(tmp_path: Path) -> None:
     has_come = FORK.Semaphore(0)
 
     def plant() -> None:
@@ -164,7 +163,7 @@ def test_who_comes_first_changes_no_bit(whole: Ended, tmp_path: Path) -> None:
         WholeModel.train = last  # type: ignore[method-assign,assignment]
         Server.hand_in = tell  # type: ignore[method-assign]
 
-    assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs", before=plant), whole)
+    assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs", before=plant), whole())
 
 
 @pytest.mark.slow

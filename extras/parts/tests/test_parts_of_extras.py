@@ -19,17 +19,16 @@ from framework.checkpoint.manifest import step_of
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.engine.seam import Step
-from tests.harness import assert_close, checked, command, finished
-from tests.test_any_training import one  # noqa: F401  # a fixture
+from tests.harness import assert_close, checked, command, finished, once
 from tests.test_conformance import MODELS, RUN
-from tests.test_parts import GPT, One, checked_weights
+from tests.test_parts import GPT, checked_weights
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline"])
-def test_sharpness_computes_what_one_process_does(strategy: str, one: One, tmp_path: Path) -> None:  # noqa: F811
+def test_sharpness_computes_what_one_process_does(strategy: str, tmp_path: Path) -> None:
     line = [*GPT, "part=sharpness"]
-    assert_close(finished(*line, f"parallel={strategy}", "launch.nproc_per_node=2", root=tmp_path / "runs"), one(*line))
+    assert_close(finished(*line, f"parallel={strategy}", "launch.nproc_per_node=2", root=tmp_path / "runs"), once(*line))
 
 
 def test_frozen_groups_do_not_move_before_their_turn(tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_a_loss_spike_rolls_back(tmp_path: Path) -> None:
     assert all(math.isfinite(row["loss"]) for row in ended.rows)
 
 
-def test_padding_is_not_in_the_activations_of_a_pipeline(one: One, tmp_path: Path) -> None:  # noqa: F811
+def test_padding_is_not_in_the_activations_of_a_pipeline(tmp_path: Path) -> None:
     line = [
         *RUN,
         *MODELS["mlp"],
@@ -94,7 +93,7 @@ def test_padding_is_not_in_the_activations_of_a_pipeline(one: One, tmp_path: Pat
         "trainer.max_steps=5",
     ]
     mesh = ["parallel=ddp+pp", "parallel.replicate=2", "parallel.pipeline=2", "launch.nproc_per_node=4"]
-    assert_close(finished(*line, *mesh, root=tmp_path / "runs"), one(*line))  # the fifth step has three micro-batches
+    assert_close(finished(*line, *mesh, root=tmp_path / "runs"), once(*line))  # the fifth step has three micro-batches
 
 
 def test_activations_of_a_module_that_returns_several_are_those_of_the_first(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.modules.parts import chain_of
 from framework.parallel.pipelining.chain import Listed
-from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, once, slow_but
 from tests.test_conformance import MODELS
 from tests.test_conformance import RUN as SHARED
 from tests.test_resume import after_step, crash, preempt
@@ -62,21 +61,20 @@ def by_hand() -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return finished(*RUN, *DRAINED, root=tmp_path_factory.mktemp("whole") / "runs")
+def whole() -> Ended:
+    return once(*RUN, *DRAINED)
 
 
-def test_each_stage_steps_by_older_gradients_of_its_old_weights(whole: Any, tmp_path: Path) -> None:
+def test_each_stage_steps_by_older_gradients_of_its_old_weights(tmp_path: Path) -> None:
     expected = by_hand()
-    for name, tensor in whole.weights.items():
+    for name, tensor in whole().weights.items():
         assert torch.allclose(tensor, expected[name], rtol=0, atol=1e-10), name
     one_process = finished(*RUN, root=tmp_path / "one").weights
-    assert any((tensor - one_process[name]).abs().max() > 1e-4 for name, tensor in whole.weights.items())
+    assert any((tensor - one_process[name]).abs().max() > 1e-4 for name, tensor in whole().weights.items())
 
 
-def test_the_staleness_is_reported(whole: Any) -> None:
-    rows = {row["step"]: row["staleness"] for row in whole.rows if row["split"] == "train"}
+def test_the_staleness_is_reported() -> None:
+    rows = {row["step"]: row["staleness"] for row in whole().rows if row["split"] == "train"}
     # the mean over the backward passes of a step: as it fills, then 2, 1 and 0; as it is drained; and empty again
     expected = [0, 0, (0 + 1 + 0) / 3, (1 + 1 + 0) / 3, (2 + 1 + 0) / 3, (2 + 1 + 0 + 1 + 0 + 0) / 6, 0]
     assert [rows[step] for step in range(1, 8)] == pytest.approx(expected)
@@ -112,12 +110,12 @@ def test_recomputed_activations_find_the_old_weights_too(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("act", [preempt, crash])
-def test_stopped_or_killed_it_ends_with_the_same_bits(act: Callable[[], None], whole: Any, tmp_path: Path) -> None:
+def test_stopped_or_killed_it_ends_with_the_same_bits(act: Callable[[], None], tmp_path: Path) -> None:
     stopped = command(*RUN, *DRAINED, root=tmp_path / "runs", before=after_step(8, act))
     assert stopped.code != 0
     if act is preempt:  # it waits until nothing is under way
         assert stopped.code == 75 and stopped.summary["step"] == 12
-    assert_same_bits(finished(*RUN, *DRAINED, root=tmp_path / "runs"), whole)
+    assert_same_bits(finished(*RUN, *DRAINED, root=tmp_path / "runs"), whole())
 
 
 def test_another_strategy_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
-from framework.runtime.forks import Idleness, busy_s, stat_of
+from framework.runtime.forks import Idleness, busy_s, cpu_use, stat_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -161,7 +161,7 @@ def _process_state(slot: RankSlot) -> str:
 
 def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> None:
     """Find the rank that hangs, log it and post the verdict; do nothing if a rank has ended: then no rank hangs."""
-    started_at, busy = time.monotonic(), {slot.local_rank: busy_s(slot.pid) for slot in board.others()}
+    started_at, used = time.monotonic(), {slot.local_rank: cpu_use(slot.pid) for slot in board.others()}
     _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
     if _has_ended(board):
         return
@@ -177,7 +177,8 @@ def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> None:
         if local_rank in stopped:
             manner = "is stopped (by SIGSTOP, or a debugger)"
         elif local_rank in silent:
-            manner = _manner(slot, stack, computes=(busy_s(slot.pid) - busy[local_rank]) / elapsed_s > 0.5)
+            busy = busy_s(used[local_rank], cpu_use(slot.pid), elapsed_s=elapsed_s)
+            manner = _manner(slot, stack, computes=busy / elapsed_s > 0.5)
         elif slot.state is RankState.LOST_PEER and gave_up and (late_s := slot.since - min(gave_up)) > _LATE_S:
             manner = f"came {late_s:.1f} seconds after the others had given up"
         seen.append(RankReport(slot, stack, manner))
