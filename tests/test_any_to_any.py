@@ -119,15 +119,13 @@ def test_a_run_goes_on_under_another_strategy(
     assert_close(ended, once(*RUN))
 
 
-def test_the_same_command_under_another_strategy_is_the_same_run(
-    own_option: Callable[[], None], uninterrupted: Ended, tmp_path: Path
-) -> None:
-    stopped = command(*RUN, *line("ddp"), root=tmp_path, before=together(own_option, after_step(4, preempt)))
+def test_the_same_command_under_another_strategy_is_the_same_run(tmp_path: Path) -> None:
+    stopped = command(*RUN, *line("ddp"), root=tmp_path, before=after_step(4, preempt))
     assert stopped.code == 75 and stopped.summary["step"] == 5, stopped.output
-    ended = finished(*RUN, *line("fsdp"), "trainer.activation_checkpointing=true", root=tmp_path, before=own_option)
+    ended = finished(*RUN, *line("fsdp"), "trainer.activation_checkpointing=true", root=tmp_path)
     assert ended.directory == stopped.directory and "continuing from" in ended.output
-    assert_close(ended, uninterrupted)
-    again = command(*RUN, *line("pipeline"), root=tmp_path, before=own_option)
+    assert_close(ended, once(*RUN))
+    again = command(*RUN, *line("pipeline"), root=tmp_path)
     assert again.code == 0 and again.directory == ended.directory and "finished already, at step 10" in again.output
 
 

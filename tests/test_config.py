@@ -40,7 +40,7 @@ def run_id(*overrides: str) -> str:
     "name=other", "backend=gloo", "launch.nproc_per_node=4", "launch.max_restarts=0", "launch.timeout_s=5",
     "logger=tensorboard", "logger=[tensorboard,wandb]", "run.root=elsewhere", "run.dir=there", "run.resume=never",
     "checkpoint.every=7", "checkpoint.keep_last=1", "checkpoint.keep_best=3", "dataset.num_workers=2",
-    "trainer.profile=true", "trainer.profile=all",
+    "trainer.profile=true", "trainer.profile=all", "parallel=ddp", "parallel=fsdp",
 ])  # fmt: skip
 def test_how_a_run_is_executed_is_not_in_its_id(override: str) -> None:
     assert run_id(override) == run_id()
@@ -50,7 +50,7 @@ def test_how_a_run_is_executed_is_not_in_its_id(override: str) -> None:
     "seed=1", "global_batch_size=32", "micro_batch_size=8", "drop_last=true", "trainer.max_steps=10", "trainer.max_epochs=1",
     "trainer.eval_every=7", "trainer.clip_grad_norm=1", "trainer.clip_grad_value=1", "trainer.grad_noise.eta=1", "trainer.freeze=[head.*]", "trainer.ema_decay=0.9", "model=mlp", "model.dropout=0.1",
     "dataset=synthetic", "dataset.augment=true", "task.label_smoothing=0.1", "optimizer=sgd", "optimizer.lr=1",
-    "scheduler=constant", "scheduler.warmup_steps=3", "precision=fp64", "parallel=ddp",
+    "scheduler=constant", "scheduler.warmup_steps=3", "precision=fp64", "parallel=local-sgd",
 ])  # fmt: skip
 def test_what_a_run_computes_is_in_its_id(override: str) -> None:
     assert run_id(override) != run_id()

@@ -326,8 +326,7 @@ FLAGS = {
     "--mode eval": ["--mode: unknown flag (did you mean mode=eval?)"],
     # words
     "help": ["help: is not key=value (did you mean --help?)"],
-    "train": ["train: is not key=value (did you mean mode=train?)"],
-    "plan seed=1": ["plan: is not key=value (did you mean mode=plan?)"],
+    "seed=1 plan": ["plan: is not key=value (did you mean mode=plan?)"],
     # a forgotten =, and one with spaces
     "lr": ["lr: is not key=value (did you mean optimizer.lr=VALUE?)"],
     "lr 0.1": ["lr: is not key=value (did you mean optimizer.lr=VALUE?)", "0.1: is not key=value (key=value, or group=option)"],

@@ -162,7 +162,7 @@ def of_another_model(path: Path) -> None:
         (a_directory, "is a directory instead of a file"),
         (nothing, "cannot be read (No such file or directory)"),
         (a_strangers, "belongs to another user (uid 54321)"),
-        (of_another_model, "fits this model (missing in the file: "),
+        (of_another_model, "fits this model ("),
     ],
 )
 def test_what_is_no_file_of_weights_is_refused(make: Callable[[Path], None], said: str, tmp_path: Path) -> None:
