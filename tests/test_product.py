@@ -111,7 +111,8 @@ def check(
 
 # --- what is refused, and the words that say why
 
-REFUSED: dict[tuple[str, str], str] = {}
+REFUSED = {("text_samples", name): "no process has the outputs of the whole model" for name in STRATEGIES
+           if name == "pipeline" or "context" in name or "pp" in name}  # fmt: skip
 
 
 # each part, under as many strategies; the five that remain cut as some of these do

@@ -75,7 +75,7 @@ def fills(node: Mapping[str, Any]) -> bool:
 
 def problems(model: nn.Module, *, demands: Demands, **options: Any) -> list[str]:
     """Return why these degrees do not fit each other, the run, or the sizes of this model."""
-    axes = [axis for axis in MESH_AXES if options.get(axis, 1) != 1 or (axis in options and axis in _CUTS)]
+    axes = [axis for axis in MESH_AXES if options.get(axis, 1) != 1]
     found = _unused(options) + _apart(options, demands)
     if "replicate" in options:
         found += replica.problems(demands=demands, hook=options.get("hook"))
