@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad_norm_
 
-from extras.rpc.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
+from extras.rpc.rpc import Gradients, call_remote, gradients_of, join_rpc, new_server, on_cpu, serve
 from framework.distributed.world import World
 from framework.engine.engine import Engine
 from framework.engine.forward import Forward
@@ -46,6 +46,7 @@ class Hogwild(Engine):
         self._num_samples = 0  # of this rank, in the current step
         self._is_measured = False
         self._pushed: Gradients = []
+        self._number = new_server()
         join_rpc(world)
 
     def train(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
@@ -80,7 +81,7 @@ class Hogwild(Engine):
         """Return an optimizer with a step that pushes the gradients. On rank 0 it shows the server's state."""
         if self.dp_rank == 0:
             self._server = ParameterStore(build, trained)
-            serve(self._server)
+            serve(self._server, number=self._number)
             self._optimizer = build(trained)
         else:
             self._optimizer = build(stand_in(self._world.device))
@@ -92,7 +93,7 @@ class Hogwild(Engine):
 
     @torch.no_grad()
     def _pull(self) -> None:
-        values = self._server.current() if self._server is not None else call_remote("current")
+        values = self._server.current() if self._server is not None else call_remote(self._number, "current")
         for parameter, value in zip(self._held, values):
             parameter.copy_(value)
 
@@ -106,7 +107,7 @@ class Hogwild(Engine):
         if self._server is not None:
             self._server.update(self._pushed, [group["lr"] for group in optimizer.param_groups])
         else:
-            call_remote("update_by_factor", sent, optimizer.param_groups[0]["lr"])
+            call_remote(self._number, "update_by_factor", sent, optimizer.param_groups[0]["lr"])
 
     def _put_back(self, *_: object) -> None:
         for parameter, gradient in zip(self._held, self._pushed):

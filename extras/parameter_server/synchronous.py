@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
-from extras.rpc.rpc import Gradients, call_remote, gradients_of, join_rpc, on_cpu, serve
+from extras.rpc.rpc import Gradients, call_remote, gradients_of, join_rpc, new_server, on_cpu, serve
 from framework.distributed.world import World
 from framework.engine.engine import Engine
 from framework.engine.forward import Forward
@@ -75,7 +75,7 @@ class Server:
         self._notices = Notices(num_readers=world.world_size - 1)
         self.read = self._notices.read
         self._num_shared = 0
-        serve(self)  # before any other rank can call
+        serve(self, number=new_server())  # before any other rank can call
         join_rpc(world, lost=lambda rank, error: self._inboxes[rank].put(error))
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -137,15 +137,15 @@ class Client:
     """The side of every other rank."""
 
     def __init__(self, world: World) -> None:
-        self._rank = world.rank
+        self._rank, self._server = world.rank, new_server()
         self._num_shared = 0
         join_rpc(world)
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         # wait until the gradients have arrived, because the loop will change them
-        call_remote("hand_in", gradients_of(parameters), self._rank)
+        call_remote(self._server, "hand_in", gradients_of(parameters), self._rank)
 
     def share(self, compute: Callable[[], Gradients]) -> Gradients:
-        values: Gradients = call_remote("read", self._num_shared)
+        values: Gradients = call_remote(self._server, "read", self._num_shared)
         self._num_shared += 1
         return values

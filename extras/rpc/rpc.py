@@ -17,7 +17,8 @@ Gradients = list[Tensor | None]
 
 _SCHEME = "steadfast"
 _ENDED: "Future[None]" = Future()  # done when this process leaves: rank 0 waits for it, to notice a process that dies
-_SERVED: list[Any] = []  # rank 0's object: RPC calls functions by name, and these functions find the object here
+_SERVED: list[Any] = []  # rank 0's objects: RPC calls functions by name, and these functions find the objects here
+_WORLD: list[World] = []  # that this process has joined
 
 
 def name_of(rank: int) -> str:
@@ -25,12 +26,22 @@ def name_of(rank: int) -> str:
 
 
 def join_rpc(world: World, *, lost: Callable[[int, Exception], None] | None = None) -> None:
-    """Let this rank answer the calls of the other ranks until the world ends. Collective.
+    """Let this rank answer the calls of the other ranks until the world ends. Collective; a process may join several times.
 
     Rank 0 calls `lost`, from another thread, with a rank that has died and the error of RPC. RPC unpickles received data,
     and a pickle can run any program: so a run on one machine listens only to this machine. Between machines it uses gloo's
     network.
     """
+    if not _WORLD:
+        _join(world)
+    world.agreement.barrier()  # every rank has the objects that it serves
+    if world.rank == 0 and lost is not None:
+        for rank in range(1, world.world_size):
+            call = rpc.rpc_async(name_of(rank), _until_its_end, timeout=0)  # 0: no timeout
+            call.add_done_callback(partial(_report_loss, rank=rank, lost=lost))
+
+
+def _join(world: World) -> None:
     network = "lo" if world.world_size == world.local_world_size else os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if network:
         os.environ.setdefault("TP_SOCKET_IFNAME", network)
@@ -50,10 +61,7 @@ def join_rpc(world: World, *, lost: Callable[[int, Exception], None] | None = No
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(name_of(world.rank), rank=world.rank, world_size=world.world_size, rpc_backend_options=options)
     world.groups.at_end(leave=partial(_leave, timeout_s=timeout_s), abandon=partial(rpc.shutdown, graceful=False))
-    if world.rank == 0 and lost is not None:
-        for rank in range(1, world.world_size):
-            call = rpc.rpc_async(name_of(rank), _until_its_end, timeout=0)  # 0: no timeout
-            call.add_done_callback(partial(_report_loss, rank=rank, lost=lost))
+    _WORLD.append(world)
 
 
 def _leave(*, timeout_s: float) -> None:
@@ -73,18 +81,24 @@ def _report_loss(call: "Future[None]", *, rank: int, lost: Callable[[int, Except
         lost(rank, as_gloo_says(error))
 
 
-def serve(server: Any) -> None:
+def new_server() -> int:
+    """Return the number of a new object of rank 0. Every rank calls this, in the same order."""
+    _SERVED.append(None)
+    return len(_SERVED) - 1
+
+
+def serve(server: Any, *, number: int) -> None:
     """Let the other ranks call the methods of this object. Call it on rank 0."""
-    _SERVED[:] = [server]
+    _SERVED[number] = server
 
 
-def call_remote(method: str, *arguments: Any) -> Any:
-    """Call a method of the object that rank 0 serves, in rank 0's process, and return its result.
+def call_remote(number: int, method: str, *arguments: Any) -> Any:
+    """Call a method of rank 0's object with this number, in rank 0's process, and return its result.
 
     If the method returns a future, no thread of rank 0 waits for it.
     """
     try:
-        return rpc.rpc_sync(name_of(0), _run, args=(method, arguments))
+        return rpc.rpc_sync(name_of(0), _run, args=(number, method, arguments))
     except RuntimeError as error:
         raise as_gloo_says(error) from error
 
@@ -100,8 +114,8 @@ _LOST = ("EOF: end of file", "ECONNRESET", "ECONNREFUSED", "EPIPE", "pipe closed
 
 
 @rpc.functions.async_execution
-def _run(method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
-    result = getattr(_SERVED[0], method)(*arguments)
+def _run(number: int, method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
+    result = getattr(_SERVED[number], method)(*arguments)
     if isinstance(result, Future):
         return result
     done: Future[Any] = Future()

@@ -51,6 +51,12 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 # --- both modes
 
 
+def test_a_rehearsal_which_builds_the_strategy_twice_in_a_process_finds_nothing(tmp_path: Path) -> None:
+    finished(
+        "parallel=parameter-server", "launch.nproc_per_node=2", "trainer.max_steps=2", "rehearse=true", root=tmp_path / "runs"
+    )
+
+
 @pytest.mark.parametrize("mode", slow_but(["async"], MODES))
 def test_one_process_is_its_own_server(mode: str, tmp_path: Path) -> None:
     alone = finished(*RUN, *MODES[mode], "launch.nproc_per_node=1", "trainer.ema_decay=0.9", root=tmp_path / "runs")
