@@ -23,7 +23,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.runtime.program import keep_cuda_for_children, start_problems, typed_override
+from framework.runtime.program import end_process, keep_cuda_for_children, start_problems, typed_override
 
 _PACKAGED = Path(__file__).with_name("project")  # the folder in an installation
 TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
@@ -144,4 +144,4 @@ def entry() -> NoReturn:
     """Run this process's command line, and exit."""
     code = speak(main, sys.argv[1:])
     PREEMPTION.ignore()  # the work is done: a signal must not cause a failure while the interpreter ends
-    sys.exit(code)
+    end_process(code)

@@ -280,6 +280,30 @@ def test_from_another_directory_a_run_lives_there(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/default/*/model.safetensors"))
 
 
+LEAVING = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from framework.runtime.program import end_process
+sys.stdout.write("written, ")
+threading.Thread(target=lambda: (time.sleep(0.2), sys.stdout.write("a thread's end, "))).start()
+atexit.register(sys.stdout.write, "at exit")
+ThreadPoolExecutor().submit(time.sleep, 0).result()  # whose thread waits for more
+class Late:
+    def __del__(self): print("taken down")
+late = Late()
+end_process(3)
+"""
+
+
+def test_a_command_ends_with_all_that_it_has_to_say_but_is_not_taken_down(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(LEAVING)
+    path = {"PYTHONPATH": str(REPOSITORY)}
+    ended = shell(f"{sys.executable} program.py", directory=tmp_path, **path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "written, a thread's end, at exit", "")
+    profiled = shell(f"{sys.executable} -m cProfile program.py", directory=tmp_path, **path)
+    assert "function calls" in profiled.stdout, "what runs the program goes on after it"
+
+
 @pytest.mark.slow
 def test_hashes_of_text_are_the_same_in_every_start(tmp_path: Path) -> None:
     line = "train dataset=synthetic dataset.image_size=8 model._target_=tests.faulty.OfHashes trainer.max_epochs=null trainer.max_steps=1 rehearse=false"

@@ -1,11 +1,14 @@
 """This process as the program that a command line has started: its start and its end."""
 
+import atexit
 import os
 import re
 import shlex
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from framework.runtime.environment import left_over, variables
 from framework.runtime.problem import Problem
@@ -46,6 +49,29 @@ def keep_cuda_for_children() -> None:
     process that is forked from this process can use CUDA, for example the process that tries out an optimizer.
     """
     variables().setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process as sys.exit would, but do not finalize the interpreter, which would free torch's objects one by one."""
+    if not _is_whole_process():  # a profiler, for example, reports when this program has ended
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: wait for threads, end pools of threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # the stream has no reader any more, or it is closed
+            stream.flush()
+    os._exit(code)
+
+
+def _is_whole_process() -> bool:
+    """Return whether this process runs only this program. (A profiler, for example, runs this program inside its own.)"""
+    *options, last = _words_before_arguments() or [""]
+    if options[-1:] == ["-m"] and sys.argv[0].endswith("__main__.py"):
+        options.pop()
+    elif last != sys.argv[0]:
+        return False
+    pairs = zip(["", *options], options)  # all words must be options of the interpreter, or their values
+    return "-m" not in options and all(word.startswith("-") or before in ("-X", "-W") for before, word in pairs)
 
 
 def _words_before_arguments() -> list[str]:
