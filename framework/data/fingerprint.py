@@ -33,7 +33,7 @@ def fingerprint(source: Source, *, seed: int) -> dict[str, str]:
     """Return the fingerprint of a loaded split, by what it is of. The draws of samples that are fetched depend on the seed."""
     source = getattr(source, "selected_from", source)
     arrays = islice(_arrays(source, ""), _MOST_ARRAYS)
-    found = {"length": str(len(source))} | {name if name.isprintable() else repr(name): _of_array(one) for name, one in arrays}
+    found = {"length": str(len(source))} | {_short(name): _of_array(one) for name, one in arrays}
     if isinstance(source, Files):
         found |= _of_files(list(source.paths))
     elif hasattr(source, "sample") or len(found) == 1:
@@ -76,7 +76,13 @@ def _arrays(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 def _of_array(array: Any, *, num_parts: int = _NUM_PARTS) -> str:
     """Return an array's type and shape, and its content: `uint8 [9, 8] HASH`, `float32 [9] HASH ~ SUM NORM ...`."""
-    kind = f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}"
+    kind = _short(f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}")
+    with suppress(TypeError, ValueError, RuntimeError, NotImplementedError):  # sparse, on no device, of a type torch has not
+        return _content_of(array, kind, num_parts=num_parts)
+    return kind
+
+
+def _content_of(array: Any, kind: str, *, num_parts: int) -> str:
     if isinstance(array, np.ndarray) and array.dtype.kind not in "fc":
         return f"{kind} {_hash(array)}"
     numbers = array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
@@ -102,6 +108,11 @@ def _hash(array: np.ndarray) -> str:
         for start in _spread(max(1, len(content) - _BLOCK + 1), _NUM_BLOCKS) if is_mapped else [0]:
             hashed.update(content[start : start + _BLOCK if is_mapped else None].data)
     return hashed.hexdigest()
+
+
+def _short(text: str) -> str:
+    """Return a text as a checkpoint may hold it."""
+    return (text if text.isprintable() else repr(text))[:300]
 
 
 def _spread(length: int, count: int) -> list[int]:

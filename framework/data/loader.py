@@ -126,7 +126,8 @@ class Loader:
         try:
             return source.collate(fetched)
         except Exception as error:
-            who = f"samples {', '.join(map(str, numbers))} of {self.split} do not make a batch (dataset.collate)"
+            some = ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
+            who = f"samples {some} of {self.split} do not make a batch (dataset.collate)"
             raise ValueError(f"{who}: {type(error).__name__}: {error}") from error
 
     def _transformed(self, stored: MicroBatch, *, is_training: bool) -> MicroBatch:

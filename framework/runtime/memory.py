@@ -38,18 +38,26 @@ def available_memory(root: Path = Path("/")) -> int:
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit of each control group above this process, and the bytes in use without the file cache.
 
-    Source: the kernel's cgroup-v2.rst, section Memory Interface Files.
+    Sources: the kernel's cgroup-v2.rst, section Memory Interface Files, and cgroup-v1/memory.rst, section 5.2.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    own = next((Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")), Path())
-    for folder in (root / "sys/fs/cgroup" / part for part in (own, *own.parents)):
-        try:
-            text, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except OSError:  # a container may not see the groups above its own
+    for _, kinds, path in (line.split(":", 2) for line in lines):
+        if kinds not in ("", "memory"):
             continue
-        if text != "max":
-            yield int(text), used - int(counts.get("inactive_file", 0))
+        top, limit, current, cache = (
+            ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if kinds
+            else ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+        )
+        own = Path(path.lstrip("/"))
+        for folder in (root / top / part for part in (own, *own.parents)):
+            try:
+                text, used = (folder / limit).read_text().strip(), int((folder / current).read_text())
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except OSError:  # a container may not see the groups above its own
+                continue
+            if text != "max":
+                yield int(text), used - int(counts.get(cache, 0))

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch.utils.data import TensorDataset
 
+from framework.checkpoint.state import Word
 from framework.data.fingerprint import changes, fingerprint
 from framework.data.map_style import MapStyle
 from framework.data.source import Arrays, Files, Selected, Source, Windows
@@ -95,6 +97,29 @@ def test_of_files_names_sizes_and_contents_count(tmp_path: Path) -> None:
     assert changes(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=True) == ["contents has other content"]
     (tmp_path / "b" / "y").rename(tmp_path / "b" / "yy")
     assert "names has other content" in changes(before, fingerprint(source(tmp_path / "b"), seed=0), but_for_rounding=True)
+
+
+class Odd:
+    """A dataset that holds what no file or torch can hold, and a name that no text can."""
+
+    def __init__(self) -> None:
+        self.held = {"a\nb" * 500: np.ones(3, dtype=np.longdouble), "big": np.ones(3, dtype=">f4"), "sparse": torch.eye(3).to_sparse(),
+                     "meta": torch.empty(3, device="meta"), "fields": np.zeros(2, dtype=[("x" * 400, "i4"), ("y", "f4")]),
+                     "half": torch.ones(3, dtype=torch.bfloat16), "none": np.zeros((0, 3)), "flag": torch.tensor(True)}  # fmt: skip
+        self.me = self
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> Any:
+        raise ValueError("damaged")
+
+
+def test_a_fingerprint_never_fails_and_a_checkpoint_can_hold_it() -> None:
+    found = fingerprint(of(Odd()), seed=0)
+    words = TypeAdapter(dict[Word, Word])
+    assert words.validate_python(found) == found and len(found) > 8
+    assert not changes(found, fingerprint(of(Odd()), seed=0), but_for_rounding=False)
 
 
 LINE = ["dataset=tokens", "dataset.vocab_size=50", "dataset.seq_len=16", "model=gpt", "model.dim=8", "model.num_layers=1",
