@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.cli.run import checked_line, start
+from framework.config.code import loading
 from framework.config.compose import compose_line, forget_files
 from framework.config.frozen_file import recall
 from framework.config.modes import MODES
@@ -77,6 +78,7 @@ class Run:
         return dataset(_complete(self.directory).dataset)
 
 
+@loading()
 def compose(*overrides: str) -> RunConfig:
     """Return the complete configuration of a command line.
 
@@ -91,6 +93,7 @@ def compose(*overrides: str) -> RunConfig:
     return checked.config
 
 
+@loading()
 def run(*overrides: str) -> Run:
     """Do what `steadfast OVERRIDES` does, in this process and its children, and return the run.
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 from framework import __version__
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
-from framework.config.code import begin_program
+from framework.config.code import loading
 from framework.config.compose import as_yaml, print_by_hydra
 from framework.config.folders import ROOT, config_name, folders
 from framework.config.help import help_text, version_text
@@ -29,9 +29,9 @@ _PACKAGED = Path(__file__).with_name("project")  # the folder in an installation
 TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
 
 
+@loading()
 def main(arguments: list[str]) -> int:
     """Run a command line and return the exit code."""
-    begin_program()
     keep_cuda_for_children()
     if problems := start_problems():
         print(*problems, sep="\n", file=sys.stderr)

@@ -335,6 +335,18 @@ def test_modules_to_which_no_import_leads_are_the_runs_code_too(folder: Path, fi
     assert run(folder).code == 78, "a finished run has its code too"
 
 
+def test_what_a_program_imports_between_its_commands_is_not_a_runs_code(folder: Path) -> None:
+    registry(folder)
+    (folder / "of_the_program.py").write_text("x = 1\n")
+
+    def notebook() -> None:
+        compose(*LINE)  # loads the plug-ins
+        importlib.import_module("of_the_program")
+
+    ended = run(folder, before=notebook)
+    assert sorted(record(ended)["starts"][-1]["loaded"]) == ["acts", "acts.late", "acts.soft", "of_a_file"]
+
+
 def test_a_plug_in_that_is_new_is_other_code(folder: Path) -> None:
     registry(folder)
     assert run(folder, before=stop_after_3).code == 75

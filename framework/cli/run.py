@@ -6,7 +6,7 @@ from pathlib import Path
 from framework.checkpoint.manifest import candidates, step_of
 from framework.cli.check_run import show_model
 from framework.cli.overview import over_root
-from framework.config.code import begin_program
+from framework.config.code import loading
 from framework.config.compose import Composed, compose_line
 from framework.config.draft import Draft
 from framework.config.frozen_file import recall
@@ -35,6 +35,7 @@ from framework.runtime.program import keep_cuda_for_children
 from framework.runtime.slurm import SlurmFailed
 
 
+@loading()
 def start(overrides: list[str]) -> int:
     """Run one command line to its end. Return the exit code."""
     try:
@@ -45,7 +46,6 @@ def start(overrides: list[str]) -> int:
 
 
 def _start(overrides: list[str]) -> int:
-    begin_program()
     open_files()  # as many as the process may have
     keep_cuda_for_children()
     try:

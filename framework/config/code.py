@@ -11,7 +11,8 @@ import importlib.util
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -26,7 +27,9 @@ TOP_LEVEL = "the top level"
 _FRAMEWORK = (Path(__file__).resolve().parents[1], EXTRAS)
 
 Functions = dict[str, str]  # the hash of each function's code, by the function's name in its module
-_loaded_before: set[str] = set()  # modules of the program that calls this framework
+_programs: set[str] = set()  # modules that the program which calls this framework has loaded between its commands
+_loaded_by_commands: set[str] = set()
+_depth = 0  # of `loading`
 _reached: set[str] = set()  # modules that the imports of a component have reached, in this run or in another run
 _imported_from: dict[str, tuple[ModuleSpec, Functions]] = {}  # loaded modules, with their code when they were seen first
 
@@ -102,10 +105,22 @@ def _executed(name: str, functions: Functions) -> Functions:
     return _imported_from[name][1]
 
 
-def begin_program() -> None:
-    """Record, once, which modules are loaded before the first run. They belong to a run only if its components reach them."""
-    if not _loaded_before:
-        _loaded_before.update(sys.modules)
+@contextmanager
+def loading() -> Iterator[None]:
+    """Attribute the modules that are loaded meanwhile to this command or check, and all others to the calling program.
+
+    The program's modules belong to a run only if its components reach them.
+    """
+    global _depth
+    if not _depth:
+        _programs.update(sys.modules.keys() - _loaded_by_commands)
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+        if not _depth:
+            _loaded_by_commands.update(sys.modules.keys() - _programs)
 
 
 def own_modules(targets: Iterable[str]) -> dict[str, ModuleType]:
@@ -119,9 +134,9 @@ def loaded_unseen() -> dict[str, str]:
 
     Examples: modules with computed names, plug-ins that a program finds in a folder, a file that is executed as a module.
     """
-    if not _loaded_before:  # no run has started: all loaded modules belong to the calling program
+    if not _depth:
         return {}
-    names = sorted(sys.modules.keys() - _loaded_before - _reached - {"__main__", "__mp_main__"})
+    names = sorted(sys.modules.keys() - _programs - _reached - {"__main__", "__mp_main__"})
     origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
     return {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))}
 
