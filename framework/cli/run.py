@@ -36,16 +36,16 @@ from framework.runtime.slurm import SlurmFailed
 
 
 @loading()
-def start(overrides: list[str]) -> int:
-    """Run one command line to its end. Return the exit code."""
+def start(overrides: list[str], *, checked: RunConfig | None = None, is_rehearsed: bool = False) -> int:
+    """Run one command line to its end. Return the exit code. A sweep gives its configuration, which is `checked`."""
     try:
-        return _start(overrides)
+        return _start(overrides, checked, is_rehearsed)
     except Interrupted as end:
         LOGGER.error("%s", end)
         return end.code
 
 
-def _start(overrides: list[str]) -> int:
+def _start(overrides: list[str], checked: RunConfig | None, is_rehearsed: bool) -> int:
     open_files()  # as many as the process may have
     keep_cuda_for_children()
     try:
@@ -69,7 +69,10 @@ def _start(overrides: list[str]) -> int:
         if launcher is not None and code != Exit.FAILED:  # a rank that fails must not wait for the others
             launcher.leave()
         return code
-    config = admit(overrides, world_size=None)
+    if checked is None:
+        config = admit(overrides, world_size=None)
+    else:
+        config = _admit(Draft(dict(checked), []), is_rehearsed=is_rehearsed)
     return config if isinstance(config, int) else locate(MODES[config.mode].parent)(Command(overrides, config))
 
 
@@ -126,38 +129,50 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
     composed = compose_line(overrides)
     if composed.mode is not None and composed.mode.about == "root":
         return over_root(overrides, composed, composed.mode)
-    draft = _checked(composed, world_size=world_size)
+    return _admit(_checked(composed, world_size=world_size), is_rehearsed=False)
+
+
+def _admit(draft: Draft, *, is_rehearsed: bool) -> RunConfig | int:
     config = draft.config
+    if config is not None and not MODES[config.mode].worker:
+        return config
+    if config is not None and MODES[config.mode].about == "run":
+        if problems := code_problems(config.run, config.targets()):
+            return print_problems(problems)
+        if is_finished(config.run):
+            accept_code(config.run, config.targets())
+            return catch_up(config.run, config.logger, name=config.name, config=config.plain())
+        if problems := draft.change("run", with_fetched_resume):
+            return print_problems(problems)
+        config = draft.config
     if config is not None:
-        mode = MODES[config.mode]
-        if not mode.worker:
-            return config
-        if mode.about == "run":
-            if problems := code_problems(config.run, config.targets()):
-                return print_problems(problems)
-            if is_finished(config.run):
-                accept_code(config.run, config.targets())
-                return catch_up(config.run, config.logger, name=config.name, config=config.plain())
-            if problems := draft.change("run", with_fetched_resume):
-                return print_problems(problems)
-            config = draft.config or config
-        from framework.preflight.child import problems_in_child
-        from framework.preflight.dry_build import dry_build
-
-        may_fork = not Environment.read().is_foreign  # a launcher's library, such as MPI, may not support a fork
-        if mode.about != "machines":
-            draft.add(problems_in_child(partial(dry_build, config)) if may_fork else dry_build(config))
-        if mode.about == "run" and not draft.problems and may_fork:
-            from framework.build.training import Builder
-            from framework.distributed.world import World
-            from framework.preflight.rehearsal import rehearse
-
-            build = Builder(config, world=World.alone())
-            draft.add(rehearse(build) if config.rehearse else [])
-            if not draft.problems:
-                show_model(build)
+        draft.add(build_problems(config) or ([] if is_rehearsed else rehearsal_problems(config)))
     draft.check(job_problems)
-    return print_problems(draft.problems) if draft.problems or config is None else config
+    if draft.problems or config is None:
+        return print_problems(draft.problems)
+    show_model(config)
+    return config
+
+
+def build_problems(config: RunConfig) -> list[Problem]:
+    """Return the problems of building the objects of a configuration without storage."""
+    from framework.preflight.child import problems_in_child
+    from framework.preflight.dry_build import dry_build  # imports torch, which a finished run does not need
+
+    if MODES[config.mode].about == "machines":
+        return []
+    may_fork = not Environment.read().is_foreign  # a launcher's library, such as MPI, may not support a fork
+    return problems_in_child(partial(dry_build, config)) if may_fork else dry_build(config)
+
+
+def rehearsal_problems(config: RunConfig) -> list[Problem]:
+    """Rehearse a configuration without other problems, if it asks for it."""
+    from framework.build.training import Builder
+    from framework.distributed.world import World
+    from framework.preflight.rehearsal import rehearse
+
+    is_due = config.rehearse and MODES[config.mode].about == "run" and not Environment.read().is_foreign
+    return rehearse(Builder(config, world=World.alone())) if is_due else []
 
 
 def checked_line(overrides: list[str], *, world_size: int | None = None) -> Draft:

@@ -1,16 +1,19 @@
 """The rehearsal: before the start, a real batch goes through the whole run, on the CPU and in a separate process."""
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import torch
 
 from framework.build import components
 from framework.build.training import Builder
+from framework.config.frozen_file import digest_of
+from framework.config.schema import RunConfig
 from framework.preflight.child import Found, in_child
 from framework.preflight.comparison import compare
 from framework.preflight.continuation import Continuation
@@ -22,6 +25,7 @@ from framework.runtime.problem import Problem
 
 _LIMIT_S = 120.0
 _FEW, _MANY = 8, 512  # samples in a micro-batch
+_FOR_ONE_THREAD = 2_000_000  # parameters
 _SMALL = {"compile": False, "sync_batchnorm": False, "profile": False, "max_steps": 100, "max_epochs": None, "log_every": 1}
 _SWITCH = "rehearse=false starts without a rehearsal"
 
@@ -43,7 +47,22 @@ def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "war
     return problems
 
 
-Work = Callable[[Builder], list[Finding]]  # a part of a rehearsal
+_NOT_REHEARSED = ("seed", "name", "run", "logger", "launch", "report", "hydra", "extra")
+
+
+def subject(config: RunConfig) -> str:
+    """Return a hash of what a rehearsal depends on. For an optimizer's and a schedule's numbers, this is whether they are 0."""
+    plain = {name: value for name, value in config.plain().items() if name not in _NOT_REHEARSED}
+    numbers = {name: _signs(plain[name]) for name in ("optimizer", "scheduler")}
+    return digest_of(plain | numbers | {"processes": config.launch.most_processes})
+
+
+def _signs(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _signs(item) for name, item in value.items()}
+    return math.copysign(1.0, value) if isinstance(value, float) and value else value
+
+
 _RESUMES, _SCALES = "a continued run computes the same", "several processes compute the same as one process"
 
 
@@ -54,23 +73,22 @@ def perform(build: Builder) -> tuple[list[Finding], str]:
     Also return why the rehearsal was not finished, and what it has not checked: "" if it was finished. Each runs in a separate
     process without earlier computations, because code may keep results that it has computed once.
     """
-    config, found, unchecked = build.config, list[Finding](), ""
+    config, found = build.config, list[Finding]()
+    num_threads, unchecked = _num_threads(build)
+    works: list[tuple[Callable[..., list[Finding]], str]] = [(_first_run, _RESUMES), (_second_run, _RESUMES)]
+    works += [(_compared, _SCALES)] if config.launch.most_processes > 1 else []
+    if unchecked:
+        return found, _with_rest(unchecked, works)
     own = config.micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
     for size in sorted({min(own, _FEW), min(own, _MANY)}):  # as many as in the run, for a model that needs them
         found = []
         with TemporaryDirectory(prefix="steadfast-") as folder, TemporaryFile() as left:
-            works: list[tuple[Work, str]] = [
-                (_require_memory, _RESUMES),
-                (partial(_first_run, run=build, left=left), _RESUMES),
-                (partial(_second_run, run=build, left=left), _RESUMES),
-            ]
-            works += [(compare, _SCALES)] if config.launch.most_processes > 1 else []
             for number, (work, _) in enumerate(works):
-                more, unchecked = _tried(partial(work, _small(build, size=size, folder=folder)))
+                small = partial(work, _small(build, size=size, folder=folder), run=build, left=left)
+                more, unchecked = _tried(small, num_threads=num_threads)
                 found += more
                 if unchecked:
-                    rest = dict.fromkeys(checked for _, checked in works[number:])
-                    return found, f"{unchecked}; it is not checked whether {' and '.join(rest)}"
+                    return found, _with_rest(unchecked, works[number:])
                 if any(finding.refuses for finding in found):
                     break
         if not any(finding.refuses for finding in found) or found[-1].key == "rehearse":
@@ -99,11 +117,32 @@ def _small(build: Builder, *, size: int, folder: str) -> Builder:
     )
 
 
-def _tried(work: Callable[[], list[Finding]]) -> tuple[list[Finding], str]:
+def _with_rest(why: str, works: Sequence[tuple[object, str]]) -> str:
+    return f"{why}; it is not checked whether {' and '.join(dict.fromkeys(checked for _, checked in works))}"
+
+
+def _num_threads(build: Builder) -> tuple[int, str]:
+    """Return how many threads suit the model's size, and why its models would not fit into half of the free memory, or "".
+
+    On a busy machine, the threads of a small operation wait much longer for each other than one thread computes.
+    """
+    node, seed = build.config.model, build.config.seed
+    counted = lambda: [{"count": sum(p.numel() for p in components.shapes_of(node, seed=seed).parameters())}]  # noqa: E731
+    found, failure = in_child(counted, is_silent=True)
+    if failure:
+        return 1, str(failure)
+    # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
+    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * found[0]["count"]
+    free = available_memory()
+    lack = f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
+    return (1 if found[0]["count"] < _FOR_ONE_THREAD else len(os.sched_getaffinity(0))), lack
+
+
+def _tried(work: Callable[[], list[Finding]], *, num_threads: int) -> tuple[list[Finding], str]:
     """Return the findings of `work` in a separate process, and why it was not finished, or ""."""
 
     def plain() -> Found:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
+        torch.set_num_threads(num_threads)
         try:
             return [asdict(finding) for finding in work()]
         except Refused as refused:
@@ -126,13 +165,5 @@ def _second_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Findin
     return Continuation(build, run=run, left=left).compare()
 
 
-def _require_memory(build: Builder) -> list[Finding]:
-    """Return nothing, but raise MemoryError if the models of a rehearsal would not fit into half of the free memory."""
-    model = components.shapes_of(build.config.model, seed=build.config.seed)
-    # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
-    num_bytes = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2)
-    needed = num_bytes * sum(parameter.numel() for parameter in model.parameters())
-    free = available_memory()
-    if needed > free / 2:
-        raise MemoryError(f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
-    return []
+def _compared(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Finding]:
+    return compare(build)

@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from framework.cli.run import start
+from framework.cli.run import build_problems, rehearsal_problems, start
 from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
@@ -84,8 +83,8 @@ class Pool:
     time, each job has its share of the CPUs, and writes its console output into `logs`.
     """
 
-    def __init__(self, *, size: int, logs: Path, group: str) -> None:
-        self.size, self._group = size, group
+    def __init__(self, *, size: int, logs: Path, group: str, rehearsed: set[str]) -> None:
+        self.size, self._group, self._rehearsed = size, group, rehearsed
         self._logs = logs if size > 1 else None
         cpus = sorted(os.sched_getaffinity(0))
         self._shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # for the jobs that can start
@@ -111,11 +110,12 @@ class Pool:
         import matplotlib.figure  # noqa: F401  # once, for all jobs
 
         import framework.launch.worker  # noqa: F401
+        from framework.preflight.rehearsal import subject
 
         share = self._shares.pop(0)
         log = self._logs / f"{job.config.run.id}.log" if self._logs is not None else None
-        line = [*job.line, *([f"run.group={self._group}"] if job.config.run.group is None else [])]
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(line, share, log))
+        config, is_rehearsed = job.config.in_group(self._group), subject(job.config) in self._rehearsed
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(job.line, config, is_rehearsed, share, log))
         sys.stdout.flush()
         # a signal waits until the child can record it, and this process can send it on
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -131,18 +131,21 @@ class Pool:
 
     def wait(self, *, timeout_s: float) -> list[Job]:
         """Wait until a job ends, but at most `timeout_s`. Return the jobs that have ended, with their exit codes."""
+        from framework.preflight.rehearsal import subject
+
         wait([process.sentinel for process in self._running], timeout_s)
         ended = []
         for process, (job, share) in list(self._running.items()):
             if process.exitcode is not None:
                 job.code = process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
+                self._rehearsed |= {subject(job.config)} if job.code == Exit.FINISHED else set()
                 ended.append(job)
                 del self._running[process]
                 self._shares.append(share)
         return ended
 
 
-def _run(line: list[str], share: set[int], log: Path | None) -> None:
+def _run(line: list[str], config: RunConfig, is_rehearsed: bool, share: set[int], log: Path | None) -> None:
     begin_child()
     PREEMPTION.speaks = False
     be_brief()
@@ -155,7 +158,7 @@ def _run(line: list[str], share: set[int], log: Path | None) -> None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-    code = start(line)
+    code = start(line, checked=config, is_rehearsed=is_rehearsed)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -174,18 +177,25 @@ def exit_code(codes: list[int]) -> int:
 _LARGEST_ARRAY = 500  # each job's lock is an open file
 
 
-def problems_of(jobs: list[Job]) -> list[Problem]:
-    """Return the problems that torch or Slurm finds with any unfinished job, or a problem if jobs are stale."""
+def problems_of(jobs: list[Job], *, rehearsed: set[str]) -> list[Problem]:
+    """Return the problems of any unfinished job, or a problem if jobs are stale. Rehearse jobs that are alike once.
+
+    Add to `rehearsed` what has been rehearsed (see `subject`).
+    """
     if stale := [job for job in jobs if job.stale_code]:
         what = f"{len(stale)} of {len(jobs)} runs of this sweep started with other code: {stale[0].stale_code}"
         return [Problem("run.code", what, WAYS)]
     left = [job for job in jobs if not job.is_done]
     if not left:
         return []
-    from framework.preflight.child import problems_in_child
-    from framework.preflight.dry_build import dry_build  # imports torch, which a finished sweep does not need
+    by_seed = {digest_of(job.config.with_run(id="", dir="").plain() | {"seed": 0}): job.config for job in left}
+    if found := [problem for config in by_seed.values() for problem in build_problems(config)]:
+        return list(dict.fromkeys(found))
+    from framework.preflight.rehearsal import subject  # imports torch, which a finished sweep does not need
 
-    found = [problem for job in left for problem in problems_in_child(partial(dry_build, job.config))]
+    subjects = {subject(config): config for config in by_seed.values()}
+    found = [problem for config in subjects.values() for problem in rehearsal_problems(config)]
+    rehearsed.update(subjects)
     is_submitted = not found and left[0].config.launch.kind == "slurm"
     for alike in _alike(left) if is_submitted else []:
         draft = Draft(dict(alike[0].config), [])

@@ -124,7 +124,8 @@ def run_jobs(sweep: Sweep) -> int:
     """Run the jobs, on this machine or on a cluster."""
     multirun, jobs, directory, config = sweep.multirun, sweep.jobs, sweep.directory, sweep.jobs[0].config
     on_slurm, group = config.launch.kind == "slurm", f"sweep-{directory.name}"
-    if problems := problems_of(jobs):
+    rehearsed: set[str] = set()
+    if problems := problems_of(jobs, rehearsed=rehearsed):
         return print_problems(problems)
     worker = Worker(directory) if sweep.is_shared else None
     lock = worker or Lock(directory)
@@ -146,7 +147,7 @@ def run_jobs(sweep: Sweep) -> int:
             LOGGER.info("their states: %s mode=status %s", program(), typed_override("run.root", str(directory)))
             return _end(source, config.checkpoint, directory)
         size = max(1, min(multirun.num_at_a_time, source.num_left))
-        pool: Pool | SlurmPool = Pool(size=size, group=group, logs=directory / "logs")
+        pool: Pool | SlurmPool = Pool(size=size, group=group, logs=directory / "logs", rehearsed=rehearsed)
         if on_slurm:
             pool = SlurmPool(size=size, group=group, directory=directory)
         return _run(source, pool, config.checkpoint, directory)

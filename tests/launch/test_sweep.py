@@ -15,7 +15,9 @@ import psutil
 import pytest
 import torch
 
+from framework.build.training import Builder
 from framework.loggers.tensorboard import TensorBoard
+from framework.preflight import rehearsal
 from framework.runs.directory import RunDirectory
 from framework.runs.table import TableRow
 from framework.runtime.lock import Lock
@@ -467,3 +469,41 @@ def test_a_summary_that_is_none_is_no_traceback(summary: Any, tmp_path: Path) ->
     for mode in ("plan", "status"):
         told = swept(f"mode={mode}", *line, root=tmp_path / "runs")
         assert told.code == 0 and "Traceback" not in told.output and "seed=0" in told.output, told.output
+
+
+# --- one rehearsal for jobs that are alike
+
+
+def counting(file: Path) -> Callable[[], None]:
+    """Write the optimizer and the seed of each rehearsal into a file, a line each."""
+
+    def plant() -> None:
+        perform = rehearsal.perform
+
+        def counted(build: Builder) -> Any:
+            with file.open("a") as lines:
+                lines.write(f"{build.config.optimizer['_target_']} {build.config.optimizer.get('weight_decay')}\n")
+            return perform(build)
+
+        rehearsal.perform = counted
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [(["seed=0,1,2"], 1), (["optimizer.lr=1e-3,1e-2", "seed=0,1"], 1), (["optimizer.weight_decay=0.0,0.1,0.2"], 2)],
+    ids=["seeds", "rates", "a part that is off"],
+)
+def test_a_sweep_rehearses_once_what_a_rehearsal_cannot_tell_apart(line: list[str], count: int, tmp_path: Path) -> None:
+    ended = swept(*SHORT, *line, "rehearse=true", root=tmp_path / "runs", before=counting(tmp_path / "rehearsals"))
+    assert ended.code == 0, ended.output
+    assert len((tmp_path / "rehearsals").read_text().splitlines()) == count
+
+
+def test_a_model_that_breaks_the_promise_is_refused_once_before_the_first_job(tmp_path: Path) -> None:
+    line = ["dataset=synthetic", "dataset.image_size=8", "model._target_=tests.faulty.Counter", "seed=0,1,2", "rehearse=true"]
+    ended = swept(*line, root=tmp_path / "runs", before=counting(tmp_path / "rehearsals"))
+    assert ended.code == 78
+    assert ended.output.count("model: ") == 1 and len((tmp_path / "rehearsals").read_text().splitlines()) == 1
+    assert not list(tmp_path.glob("runs/*/*/config.yaml"))
