@@ -1,20 +1,16 @@
 """From a command line to a run: compose, check, claim the directory, freeze, and start the workers."""
 
 from functools import partial
-from pathlib import Path
 
-from framework.checkpoint.manifest import candidates, step_of
 from framework.cli.check_run import show_model
+from framework.cli.existing_run import of_existing_run
 from framework.cli.overview import over_root
 from framework.config.code import loading
 from framework.config.compose import Composed, compose_line
 from framework.config.draft import Draft
-from framework.config.frozen_file import recall
-from framework.config.identity import is_below
-from framework.config.modes import MODES, Command, Mode, folder_of
-from framework.config.schema import RunConfig, completed
+from framework.config.modes import MODES, Command, folder_of
+from framework.config.schema import RunConfig
 from framework.config.targets import locate
-from framework.config.validation import validate
 from framework.launch.catch_up import catch_up
 from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
 from framework.launch.other import other_launcher
@@ -22,7 +18,6 @@ from framework.launch.slurm import submit
 from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems
 from framework.preflight.slurm import job_problems
-from framework.runs.directory import RunDirectory
 from framework.runs.fetched_run import with_fetched_resume
 from framework.runtime import log, slurm
 from framework.runtime.environment import FOREIGN_LAUNCHER, Environment, SrunTask, variables
@@ -30,7 +25,7 @@ from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.files import open_files
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
-from framework.runtime.problem import Problem, missing_extra
+from framework.runtime.problem import Problem
 from framework.runtime.program import keep_cuda_for_children
 from framework.runtime.slurm import SlurmFailed
 
@@ -182,57 +177,7 @@ def checked_line(overrides: list[str], *, world_size: int | None = None) -> Draf
 
 def _checked(composed: Composed, *, world_size: int | None) -> Draft:
     if not composed.problems and composed.mode is not None and composed.mode.about == "existing run":
-        composed = _of_existing_run(composed, composed.mode)
+        composed = of_existing_run(composed, composed.mode)
         if composed.problems:
             return Draft({}, composed.problems)
     return check(composed, world_size=world_size)
-
-
-# --- mode=eval, predict and export: a run's frozen configuration, with a few keys from the command line
-
-
-def _of_existing_run(composed: Composed, mode: Mode) -> Composed:
-    """Return the configuration for the use of an existing run, or its problems.
-
-    `composed` is the configuration of the command line only. Its `run.dir` names the run.
-    """
-    draft = validate(composed)
-    asked = draft.config
-    expected = f"only {', '.join(mode.may_give[1:])}"
-    problems = [Problem(key, f"cannot be given to mode={mode.name}: the mode uses the run as it is", expected)
-                for key in composed.given if not is_below(key, mode.may_give)]  # fmt: skip
-    if "run.dir" not in composed.given:
-        problems = [Problem("run.dir", f"is missing: mode={mode.name} needs one run", "run.dir=runs/NAME/ID")]
-    if asked is not None and asked.predict.files is not None and "predict.split" in composed.given:
-        problems.append(Problem("predict.split", "cannot be given together with predict.files", "one of them"))
-    if problems or asked is None:
-        known = {problem.key for problem in problems}
-        return composed._replace(problems=problems + [problem for problem in draft.problems if problem.key not in known])
-    directory = RunDirectory(Path(asked.run.dir))
-    try:
-        frozen = validate(composed._replace(config=completed(recall(directory.path), asked.plain())))
-    except ValueError as error:
-        return composed._replace(problems=[_no_run(str(error))])
-    run = frozen.config
-    problems = frozen.problems + _checkpoint_problems(directory, asked.run.checkpoint)
-    problems += missing_extra("export.formats", "export") if "onnx" in (asked.export.formats or []) else []
-    if run is None or problems:
-        return composed._replace(problems=problems)
-    return composed._replace(config=run.evaluated(asked, given=composed.given).plain())
-
-
-def _no_run(what: str) -> Problem:
-    return Problem("run.dir", what, code=Exit.NO_VALID_CHECKPOINT)
-
-
-def _checkpoint_problems(directory: RunDirectory, which: str | int) -> list[Problem]:
-    found = candidates(directory.checkpoints)
-    path = directory.checkpoint_path(which)
-    if odd := directory.odd_files():
-        return [_no_run(f"{directory.path / odd[0]} is not a plain file")]
-    if found if path is None else path.exists():
-        return []
-    steps = ", ".join(str(step_of(path)) for path in reversed(found)) or "none"
-    what = f"{which}, but there is no {path or directory.checkpoints / 'step_*'}"
-    return [Problem("run.checkpoint", what, f"last, best, final, a path, or a step (the run has: {steps})",
-                    code=Exit.NO_VALID_CHECKPOINT)]  # fmt: skip

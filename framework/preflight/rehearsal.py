@@ -52,9 +52,9 @@ _NOT_REHEARSED = ("seed", "name", "run", "logger", "launch", "report", "hydra", 
 
 def subject(config: RunConfig) -> str:
     """Return a hash of what a rehearsal depends on. For an optimizer's and a schedule's numbers, this is whether they are 0."""
-    plain = {name: value for name, value in config.plain().items() if name not in _NOT_REHEARSED}
-    numbers = {name: _signs(plain[name]) for name in ("optimizer", "scheduler")}
-    return digest_of(plain | numbers | {"processes": config.launch.most_processes})
+    kept = {name: value for name, value in config.plain().items() if name not in _NOT_REHEARSED}
+    kept |= {"optimizer": _signs(config.optimizer), "scheduler": _signs(config.scheduler)}
+    return digest_of(kept | {"processes": config.launch.most_processes})
 
 
 def _signs(value: Any) -> Any:
