@@ -11,10 +11,10 @@ from typing import Any
 
 from framework.cli.run import checked_line, start
 from framework.config.code import loading
-from framework.config.compose import compose_line, forget_files
+from framework.config.compose import forget_files
 from framework.config.frozen_file import recall
 from framework.config.modes import MODES
-from framework.config.schema import RunConfig, completed
+from framework.config.schema import RunConfig
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, read_rows
 from framework.runtime.environment import Environment
@@ -114,7 +114,7 @@ def run(*overrides: str) -> Run:
 
 def _complete(directory: Path) -> RunConfig:
     """Return a run's configuration, with defaults for newer keys. Raise ValueError if it is missing or damaged."""
-    return RunConfig.model_validate(completed(recall(directory), compose_line([]).config))
+    return RunConfig.model_validate(recall(directory))
 
 
 @contextmanager

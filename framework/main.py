@@ -134,6 +134,7 @@ _COMMANDS = {  # imported when they are used: a run needs none of them
     "adopt": "framework.cli.adopt.adopt",
     "convert": "framework.cli.convert.convert",
     "draw": "framework.cli.draw.draw_plan",
+    "schema": "framework.config.generate.print_schema",
     "show": "framework.cli.about_runs.show",
     "diff": "framework.cli.about_runs.diff",
     "why": "framework.cli.about_runs.trace",

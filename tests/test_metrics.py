@@ -16,7 +16,7 @@ from torch import nn
 import framework.modes.train
 from framework.build import components
 from framework.checkpoint.manifest import read_state
-from framework.config.schema import EarlyStopping
+from framework.config.trainer import EarlyStopping
 from framework.data.loader import Loader
 from framework.engine.sums import as_sums, loss_in, means
 from framework.modules import flops

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import nn
 
-from framework.config.schema import TrainerSection
+from framework.config.trainer import TrainerSection
 from framework.distributed.world import World
 from framework.engine.seam import Task
 from framework.modules.float8 import convert_linear

@@ -7,7 +7,6 @@ from framework.config.compose import Composed
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
 from framework.config.modes import Mode
-from framework.config.schema import completed
 from framework.config.validation import validate
 from framework.runs.directory import RunDirectory
 from framework.runtime.exits import Exit
@@ -33,7 +32,7 @@ def of_existing_run(composed: Composed, mode: Mode) -> Composed:
         return composed._replace(problems=problems + [problem for problem in draft.problems if problem.key not in known])
     directory = RunDirectory(Path(asked.run.dir))
     try:
-        frozen = validate(composed._replace(config=completed(recall(directory.path), asked.plain())))
+        frozen = validate(composed._replace(config=recall(directory.path)))
     except ValueError as error:
         return composed._replace(problems=[_no_run(str(error))])
     run = frozen.config

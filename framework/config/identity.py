@@ -8,16 +8,21 @@ from pydantic import ValidationError
 from framework.config.annotations import number_arguments
 from framework.config.frozen_file import digest_of
 from framework.config.init_from import init_identity
-from framework.config.schema import OWN, RunConfig, section_of
+from framework.config.schema import OWN, RunConfig, Section, section_of
 
-# Keys that decide how or where a run is executed, not what it computes. They are not part of its identity.
-EXECUTION = (
-    "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "report", "hydra", "name",
-    "rehearse", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
-    "checkpoint.max_failures", "trainer.profile", "trainer.activation_checkpointing", "trainer.activation_offload",
-    "trainer.deterministic", "trainer.channels_last", "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",
-    "dataset.num_workers", "dataset.keep_on_cpu",  # of any dataset: the framework reads them
-)  # fmt: skip
+
+def _marked(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the keys and subsections that the schema marks as execution: they decide how a run is executed."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra["execution"]:
+            yield prefix + name
+        elif (inner := section_of(field.annotation)) is not None:
+            yield from _marked(inner, f"{prefix}{name}.")
+
+
+# Keys that are not part of the identity. Of components' nodes, these are keys that the framework reads.
+EXECUTION = (*_marked(RunConfig), "hydra", "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",
+             "dataset.num_workers", "dataset.keep_on_cpu")  # fmt: skip
 
 # Options of the framework's strategies that round sums or change them.
 INEXACT = ("hook", "param_dtype", "reduce_dtype", "send_dtype")

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from framework.config.launch import LaunchSection
-from framework.config.section import AboveZero, Count, Positive, Section, texts_in
+from framework.config.section import Count, Positive, Section, key, texts_in
+from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.runtime.problem import Problem
-
-Monitor = Annotated[str, Field(description="SPLIT/METRIC")]
 
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # a component's dotted path
 Node = dict[str, Any]  # a component's node: data for its `_target_`
@@ -27,126 +26,56 @@ OWN = {
 }  # the framework's keys in components' nodes
 
 
-class EarlyStopping(Section):
-    patience: Positive | None
-    monitor: Monitor
-    mode: Literal["min", "max"] | None  # the preflight replaces null by the metric's direction
-    min_delta: Annotated[float, Field(ge=0)]
-
-
-class Divergence(Section):
-    """What a non-finite loss or gradient causes.
-
-    `raise` ends the run. `skip` leaves out the step. `rollback` continues from the `back`-th newest checkpoint, with the
-    batches after the non-finite batch. `skip` and `rollback` happen at most `limit` times in a run.
-    Source of the rollback: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", section 5.1.
-    """
-
-    action: Literal["raise", "skip", "rollback"]
-    limit: Positive
-    back: Positive
-
-
-class GradNoise(Section):
-    eta: AboveZero | None
-    gamma: Annotated[float, Field(ge=0, le=1)]
-
-
-class TrainerSection(Section):
-    max_steps: Positive | None
-    max_epochs: Positive | None
-    eval_every: Positive | None
-    log_every: Positive
-    limit_batches: Positive | None = None
-    overfit_batches: Positive | None = None
-    clip_grad_norm: AboveZero | None
-    clip_grad_value: AboveZero | None
-    grad_noise: GradNoise
-    freeze: list[str]
-    channels_last: bool | None = None
-    compile: bool
-    activation_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["operations"]
-    activation_offload: bool = False
-    sync_batchnorm: bool
-    deterministic: bool | None = None
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
-    early_stopping: EarlyStopping
-    divergence: Divergence
-    profile: bool | Literal["all"]
-
-    def rules(self) -> Iterator[Problem]:
-        if self.limit_batches is not None and self.overfit_batches is not None:
-            yield Problem("limit_batches", "cannot be given together with trainer.overfit_batches", "one of them")
-        if self.compile and self.activation_checkpointing == "operations":
-            what = "operations, but the operations of a compiled block (trainer.compile) are not visible"
-            yield Problem("activation_checkpointing", what, "true, or a number of blocks")
-        if self.max_steps is None and self.max_epochs is None:
-            what = "null, and trainer.max_epochs is null too: the run would never end"
-            yield Problem("max_steps", what, "a number for one of them")
-        stopping = self.early_stopping
-        is_evaluated = not stopping.monitor.startswith("train/")
-        if stopping.patience is not None and is_evaluated and self.eval_every is None:
-            what = "is counted in evaluations, but with trainer.eval_every=null there is only one evaluation, at the end"
-            yield Problem("early_stopping.patience", what, "a number for trainer.eval_every")
-
-
-class CheckpointSection(Section):
-    every: Positive | None
-    keep_last: Positive
-    keep_best: Count
-    monitor: Monitor
-    mode: Literal["min", "max"] | None  # as in EarlyStopping
-    async_save: bool | None
-    max_failures: Count
-
-    @property
-    def direction(self) -> Literal["min", "max"]:
-        """The mode, which the preflight has set."""
-        return self.mode or "min"
-
-
 class RunSection(Section):
-    root: str
-    mirror: str | None = None
-    resume: str
-    id: str
-    dir: str
-    code: Literal["same", "accept"] = "same"
-    data: Literal["same", "accept"] = "same"
-    checkpoint: int | str
-    group: str | None
+    root: str = key("runs", "the folder of all runs")
+    mirror: str | None = key(
+        None, "an object store with a copy of each run: s3://BUCKET/FOLDER; the same command can continue from the copy alone"
+    )
+    resume: str = key("auto", "auto, never (start over), must, or the path (or URL) of a run or checkpoint")
+    id: str = key(..., "a hash of everything that decides the results", written="${run_id:}")
+    dir: str = key(..., "the directory of this run", written="${run.root}/${name}/${run.id}")
+    code: Literal["same", "accept"] = key(
+        "same",
+        "same = refuse to continue with other code than at the start of the run; accept = continue, and record the changes",
+    )
+    data: Literal["same", "accept"] = key("same", "the same for the samples of the run's splits")
+    checkpoint: int | str = key("last", "the weights for eval, predict and export: last, best, final, a step, or a path")
+    group: str | None = key(None, "the group of the run, for loggers that show groups; null = the sweep, in a sweep")
 
     def rules(self) -> Iterator[Problem]:
-        for key in ("root", "dir"):
-            path = getattr(self, key)
+        for name, path in {"root": self.root, "dir": self.dir}.items():
             if not path or path.startswith("~"):
-                yield Problem(key, f"{path!r} is not valid", "a directory; ~ is not replaced: use $HOME")
+                yield Problem(name, f"{path!r} is not valid", "a directory; ~ is not replaced: use $HOME")
 
 
 class EvalSection(Section):
-    split: Literal["train", "val", "test"]
+    split: Literal["train", "val", "test"] = key("test", "train, val or test")
 
 
 class PredictSection(Section):
-    split: Literal["train", "val", "test"]
-    files: str | None
+    split: Literal["train", "val", "test"] = key("test", "train, val or test")
+    files: str | None = key(None, "or a folder of files, for example images")
 
 
 class BenchSection(Section):
-    largest_mib: Annotated[int, Field(ge=1, le=1 << 14)]
+    largest_mib: Annotated[int, Field(ge=1, le=1 << 14)] = key(64, "the size of the largest message")
 
 
 class ReportSection(Section):
-    every_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    every_s: Annotated[float, Field(gt=0, le=86400)] | None = key(
+        None, "seconds between repeated writes of the page, until Ctrl-C, so that it shows running runs; null = write it once"
+    )
 
 
 class ExportSection(Section):
-    formats: Annotated[list[Literal["safetensors", "pt2", "onnx", "huggingface"]], Field(min_length=1)] | None
+    formats: Annotated[list[Literal["safetensors", "pt2", "onnx", "huggingface"]], Field(min_length=1)] | None = key(
+        None, "safetensors, pt2 (torch.export), onnx, huggingface; null = the first three, if they are installed"
+    )
 
 
 class BackendSection(Section):
-    name: str | None
-    module: str | None = None  # the module of another package's backend
+    name: str | None = key("auto", "the name with which it is registered, in lower case")
+    module: str | None = key(None, "the module of another package to import, on the Python path, which registers the back end")
 
     def device(self, asked: str) -> str:
         """Return the device for auto, cuda or cpu. Only some backends support CUDA."""
@@ -156,32 +85,40 @@ class BackendSection(Section):
 
 
 class PrecisionSection(Section):
-    name: Literal["fp32", "bf16", "float8", "fp16", "tf32", "fp64"]
+    name: Literal["fp32", "bf16", "float8", "fp16", "tf32", "fp64"] = key("fp32", "the format of the computation")
 
 
 class RunConfig(Section):
     """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
-    name: str
-    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow", "bench"]
-    seed: Count
-    global_batch_size: Positive
-    micro_batch_size: Positive | None
-    drop_last: bool
-    invariance: Literal["samples", "bitwise"]
-    rehearse: bool = True
-    trainer: TrainerSection
-    checkpoint: CheckpointSection
-    run: RunSection
-    eval: EvalSection
-    export: ExportSection
-    predict: PredictSection
-    bench: BenchSection
-    report: ReportSection = ReportSection()
-    launch: LaunchSection
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    backend: BackendSection
-    precision: PrecisionSection
+    name: str = key("default", "first part of the run directory", execution=True)
+    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow", "bench"] = key(
+        "train", "or check, plan, status, report, eval, predict, export, bench: as in the examples above", execution=True
+    )
+    seed: Count = key(0, "all random draws of the run depend on it")
+    global_batch_size: Positive = key(64, "samples in one optimizer step, over all processes")
+    micro_batch_size: Positive | None = key(None, "samples in one forward and backward; null = a process's whole share")
+    drop_last: bool = key(False, "drop the short last batch of an epoch instead of training on it")
+    invariance: Literal["samples", "bitwise"] = key(
+        "samples", "every world size uses the same samples in the same steps; bitwise = it also computes the same bits"
+    )
+    device: Literal["auto", "cuda", "cpu"] = key(
+        "auto", "the device to compute on: cuda, cpu; auto = CUDA if there is any and the backend supports it", execution=True
+    )
+    rehearse: bool = key(
+        True, "try a batch of the data on the CPU, in a separate process, before the run starts", execution=True
+    )
+    trainer: TrainerSection = key(TrainerSection(), "the training loop")
+    checkpoint: CheckpointSection = key(CheckpointSection(), "when checkpoints are saved, and which are kept")
+    run: RunSection = key(..., "where the run is, and how it continues", execution=True)
+    eval: EvalSection = key(EvalSection(), "mode=eval", execution=True)
+    export: ExportSection = key(ExportSection(), "mode=export", execution=True)
+    predict: PredictSection = key(PredictSection(), "mode=predict", execution=True)
+    bench: BenchSection = key(BenchSection(), "mode=bench measures the time of the back end's collectives", execution=True)
+    report: ReportSection = key(ReportSection(), "mode=report", execution=True)
+    launch: LaunchSection = key(LaunchSection(), "processes, nodes and jobs", execution=True)
+    backend: BackendSection = key(BackendSection(), "the library that moves data between processes", execution=True)
+    precision: PrecisionSection = key(PrecisionSection(), "the format of the computation")
     model: Node
     dataset: Node
     task: Node
@@ -189,7 +126,7 @@ class RunConfig(Section):
     optimizer: Node
     scheduler: Node
     sampler: Node = {}  # empty: a random permutation
-    logger: dict[str, Any]  # one component per logger, by name
+    logger: dict[str, Any] = key({}, "one component per logger, by name", execution=True)
     metric: dict[str, Any] = {}  # one component per additional metric, by name
     part: dict[str, Any] = {}  # one component per additional part of the loop, by name
     extra: Node = {}  # the user's own keys: part of the identity; the framework does not read them
@@ -257,14 +194,6 @@ def section_of(annotation: Any) -> type[Section] | None:
     members = [annotation, *getattr(annotation, "__args__", ())]
     found = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Section)]
     return found[0] if found else None
-
-
-def completed(values: dict[str, Any], defaults: dict[str, Any], *, section: type[Section] = RunConfig) -> dict[str, Any]:
-    """Return a section's values, with defaults for missing keys: an earlier version did not have these keys."""
-    kinds = {name: section_of(field.annotation) for name, field in section.model_fields.items() if name in values}
-    inner = {name: completed(values[name], defaults[name], section=kind) for name, kind in kinds.items()
-             if kind is not None and isinstance(values[name], dict) and isinstance(defaults.get(name), dict)}  # fmt: skip
-    return defaults | values | inner
 
 
 def keys_of(section: type[Section], prefix: str = "") -> list[str]:

@@ -15,6 +15,15 @@ Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 AboveZero = Annotated[float, Field(gt=0)]
 
 
+def key(default: Any, description: str, *, execution: bool = False, written: str = "") -> Any:
+    """Declare a key of a section: its default and its meaning, from which conf/, the help and the docs are generated.
+
+    `execution`: the key, or all keys of the section, decide how a run is executed, not what it computes. `written` is the text
+    in conf/ of a key without a default (...), for example an interpolation.
+    """
+    return Field(default, description=description, json_schema_extra={"execution": execution, "written": written})
+
+
 class Section(BaseModel):
     """A section of the configuration. `rules` yields problems that types cannot express, under the section's keys."""
 

@@ -13,8 +13,9 @@ from framework.checkpoint.file_tensors import stored_tensors
 from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
 from framework.config.modes import MODES
-from framework.config.schema import INIT, CheckpointSection, Node, RunConfig, TrainerSection
+from framework.config.schema import INIT, Node, RunConfig
 from framework.config.targets import locate
+from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.config.validation import problems_of_build
 from framework.distributed.mesh import resolve_axes
 from framework.engine.forward import measures

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from framework.build import components
-from framework.config.schema import CheckpointSection, EarlyStopping, Node, TrainerSection
+from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
 from framework.config.targets import locate
+from framework.config.trainer import CheckpointSection, EarlyStopping, TrainerSection
 from framework.runs.metrics_file import MAXIMISED
 from framework.runtime.problem import Problem
 

@@ -11,7 +11,8 @@ from framework.checkpoint.file_tensors import stored_tensors
 from framework.config.init_from import entries_of
 from framework.config.launch import LaunchSection
 from framework.config.model_keys import init_problems
-from framework.config.schema import CheckpointSection, Node, PrecisionSection, PredictSection, RunSection, TrainerSection
+from framework.config.schema import Node, PrecisionSection, PredictSection, RunSection
+from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.runtime.objects import is_url, url_problems
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown

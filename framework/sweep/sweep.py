@@ -13,8 +13,8 @@ from framework.cli.control import cancel
 from framework.cli.run import checked_line
 from framework.config.frozen_file import digest_of
 from framework.config.modes import MODES
-from framework.config.schema import CheckpointSection
 from framework.config.targets import locate
+from framework.config.trainer import CheckpointSection
 from framework.launch.claim import print_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.status_table import print_table

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from framework.config.schema import TrainerSection
+from framework.config.trainer import TrainerSection
 from framework.data.order import Order
 
 

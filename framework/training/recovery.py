@@ -9,7 +9,7 @@ from framework.checkpoint.canonical import restore
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress, stored_plain_state
 from framework.checkpoint.training_state import TrainingState
-from framework.config.schema import Divergence
+from framework.config.trainer import Divergence
 from framework.distributed.world import World
 from framework.engine.buffers import Buffers
 from framework.engine.seam import Step

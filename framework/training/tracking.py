@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from framework.config.schema import EarlyStopping
 from framework.config.spelling import did_you_mean
+from framework.config.trainer import EarlyStopping
 from framework.runs.metrics_file import NOT_CURVES, Row, is_curve
 from framework.runtime.exits import Unfit
 from framework.training.metrics import Metrics
