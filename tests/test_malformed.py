@@ -129,7 +129,7 @@ MALFORMED: dict[str, list[str]] = {
     **{f"{group}=no-such": [f"{group}: no option 'no-such' ({one_of(group)})"] for group in groups() if options(group) and group != "logger"},
     "model=null": [f"model: no option null ({one_of('model')})"],
     "model=": [f"model: no option '' ({one_of('model')})"],
-    "model=../model/cnn": [f"model: no option '../model/cnn' ({one_of('model')})"],
+    "model=../model/cnn": [f"model: no option '../model/cnn' ({one_of('model')}; did you mean cnn?)"],
     "optimizer=[adamw,sgd]": ["optimizer: ['adamw', 'sgd'] is not valid (one option, as in optimizer=adam)"],
     "logger=[tensorboard,wand]": [f"logger: no option 'wand' ({one_of('logger')}; did you mean wandb?)"],
     "model/cnn=1": ["model/cnn: unknown group (did you mean model?)"],

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,27 +40,24 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str | None:
-    """Return the choice that the user probably meant by `word`, or None."""
+    """Return the choice that the user probably meant by `word`, or None.
+
+    Only the last words are compared, also those that other programs use. In other sections than the word's, they must be equal.
+    """
     word = word.lower().replace("-", "_")
-    section, _, last = word.rpartition(".")
-    lasts = [choice.rpartition(".")[2] for choice in choices]
-    siblings = [choice for choice in choices if choice.rpartition(".")[0] == section]
     if word in choices:
         return word
-    if last in lasts and last not in _VAGUE:  # the correct word in the wrong section, or without its section
-        return choices[lasts.index(last)]
-    for choice, names in _words("keys").items():
-        if last in names.split() and choice in choices:
-            return choice
-    for candidates, cutoff in ((siblings, 0.7), (choices, 0.75)):
-        for close in difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff):
-            # the last words must be similar too; a shared section is not enough
-            if difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio() >= (0.7 if section else 0.6):
-                return close
-        if last in _VAGUE:
-            return None
-    if near := difflib.get_close_matches(last, lasts, n=1, cutoff=0.8 if section else 0.6):
-        return choices[lasts.index(near[0])]
-    alike = (choice for choice, names in _words("keys").items() if section and choice in siblings
-             and difflib.get_close_matches(last, names.split(), n=1, cutoff=0.8))  # fmt: skip
-    return next(alike, None)
+    section, last = _split(word)
+    meant: dict[str, str] = {}
+    for choice in sorted(choices, key=lambda choice: _split(choice)[0] != section):
+        of, own = _split(choice)
+        names = [own.lower()] * (of == section or own not in _VAGUE) + str(_words("keys").get(choice, "")).split()
+        for name in (name for name in names if of == section or not section or name == last):
+            meant.setdefault(name, choice)
+    close = difflib.get_close_matches(last, meant, n=1, cutoff=0.7)
+    return meant[close[0]] if close else None
+
+
+def _split(key: str) -> tuple[str, str]:
+    parts = re.split(r"[./]", key)
+    return ".".join(parts[:-1]), parts[-1]
