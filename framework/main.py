@@ -10,9 +10,10 @@ from framework import __version__
 from framework.cli.run import checked_line, start
 from framework.config.arguments import split_flags
 from framework.config.code import loading
-from framework.config.compose import as_yaml, print_by_hydra
+from framework.config.compose import as_yaml
 from framework.config.folders import ROOT, config_name, folders
 from framework.config.help import help_text, version_text
+from framework.config.hydra_compose import is_multirun, print_by_hydra
 from framework.config.modes import MODES
 from framework.config.overrides import parse
 from framework.config.targets import locate
@@ -55,10 +56,10 @@ def main(arguments: list[str]) -> int:
         return Exit.FINISHED
     if any(override.key_or_group == "hydra.verbose" and override.value() for override in map(parse, overrides) if override):
         variables()["STEADFAST_VERBOSE"] = "1"
-    if flags.keys() == {"--multirun"}:
+    if flags.keys() == {"--multirun"} or (not flags and not is_launched and is_multirun(overrides)):
         from framework.sweep.sweep import sweep  # imported late: a single run does not need it
 
-        return sweep(overrides, problems)
+        return sweep([text for text in overrides if not text.startswith("hydra.mode=")], problems)
     if "--hydra-help" in flags and not problems:
         print_by_hydra(flags, overrides)
         return Exit.FINISHED

@@ -11,7 +11,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-HYDRA = {"train.py", *(f"framework/config/{part}.py" for part in ("compose", "overrides", "targets"))}
+HYDRA = {
+    "train.py",
+    "framework/cli/callbacks.py",
+    *(
+        f"framework/config/{part}.py"
+        for part in ("compose", "hydra_compose", "hydra_settings", "overrides", "stored", "targets")
+    ),
+}
 
 FRAMEWORK = sorted((ROOT / "framework").rglob("*.py"))
 MODELS = sorted((ROOT / "models").rglob("*.py"))

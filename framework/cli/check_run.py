@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from framework.config.draft import Draft
 from framework.config.modes import MODES, Command
-from framework.config.schema import RunConfig
 from framework.launch.claim import print_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.facts import is_brief
@@ -64,15 +63,13 @@ def _rows(build: "Builder") -> list[dict[str, Any]]:
     return build.summary(example=map_tensors(lambda tensor: tensor.to("meta"), batch.inputs))
 
 
-def show_model(config: RunConfig) -> None:
+def show_model(build: "Builder") -> None:
     """Print the outermost modules of a run's model, with their output shapes, on a terminal. Elsewhere print nothing."""
-    if MODES[config.mode].about != "run" or Environment.read().is_foreign or not sys.stderr.isatty() or is_brief():
+    if MODES[build.config.mode].about != "run" or Environment.read().is_foreign or not sys.stderr.isatty() or is_brief():
         return
-    from framework.build.training import Builder
-    from framework.distributed.world import World
     from framework.preflight.child import in_child
 
-    rows, fate = in_child(Builder(config, world=World.alone()).summary, is_silent=True)
+    rows, fate = in_child(build.summary, is_silent=True)
     if not fate:
         print_summary(rows, file=sys.stderr, is_short=True)
 

@@ -1,7 +1,9 @@
 """From a command line to a run: compose, check, claim the directory, freeze, and start the workers."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
+from framework.cli.callbacks import callbacks
 from framework.cli.check_run import show_model
 from framework.cli.existing_run import of_existing_run
 from framework.cli.overview import over_root
@@ -29,9 +31,12 @@ from framework.runtime.problem import Problem
 from framework.runtime.program import keep_cuda_for_children
 from framework.runtime.slurm import SlurmFailed
 
+if TYPE_CHECKING:
+    from framework.build.training import Builder
+
 
 @loading()
-def start(overrides: list[str], *, checked: RunConfig | None = None, is_rehearsed: bool = False) -> int:
+def start(overrides: list[str], *, checked: Draft | None = None, is_rehearsed: bool = False) -> int:
     """Run one command line to its end. Return the exit code. A sweep gives its configuration, which is `checked`."""
     try:
         return _start(overrides, checked, is_rehearsed)
@@ -40,7 +45,7 @@ def start(overrides: list[str], *, checked: RunConfig | None = None, is_rehearse
         return end.code
 
 
-def _start(overrides: list[str], checked: RunConfig | None, is_rehearsed: bool) -> int:
+def _start(overrides: list[str], checked: Draft | None, is_rehearsed: bool) -> int:
     open_files()  # as many as the process may have
     keep_cuda_for_children()
     try:
@@ -58,17 +63,21 @@ def _start(overrides: list[str], checked: RunConfig | None, is_rehearsed: bool) 
     log.start_console(rank=environment.rank)
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
     PREEMPTION.watch()
-    if environment.is_launched:
-        line = overrides if is_step else None
-        code = join(lambda: begin(overrides, world_size=environment.world_size), environment=environment, line=line)
-        if launcher is not None and code != Exit.FAILED:  # a rank that fails must not wait for the others
-            launcher.leave()
-        return code
-    if checked is None:
-        config = admit(overrides, world_size=None)
-    else:
-        config = _admit(Draft(dict(checked), []), is_rehearsed=is_rehearsed)
-    return config if isinstance(config, int) else locate(MODES[config.mode].parent)(Command(overrides, config))
+    with callbacks(overrides, rank=environment.rank, is_job=checked is not None) as ended:
+        if environment.is_launched:
+            line = overrides if is_step else None
+            code = join(lambda: begin(overrides, world_size=environment.world_size), environment=environment, line=line)
+        else:
+            admitted = admit(overrides, world_size=None) if checked is None else _admit(checked, is_rehearsed=is_rehearsed)
+            code = admitted if isinstance(admitted, int) else _run(Command(overrides, admitted))
+        ended.return_value = code
+    if launcher is not None and code != Exit.FAILED:  # a rank that fails must not wait for the others
+        launcher.leave()
+    return code
+
+
+def _run(command: Command) -> int:
+    return locate(MODES[command.config.mode].parent)(command)  # type: ignore[no-any-return]
 
 
 def _enter_step(overrides: list[str]) -> bool:
@@ -140,34 +149,36 @@ def _admit(draft: Draft, *, is_rehearsed: bool) -> RunConfig | int:
         if problems := draft.change("run", with_fetched_resume):
             return print_problems(problems)
         config = draft.config
-    if config is not None:
-        draft.add(build_problems(config) or ([] if is_rehearsed else rehearsal_problems(config)))
     draft.check(job_problems)
     if draft.problems or config is None:
         return print_problems(draft.problems)
-    show_model(config)
+    from framework.build.training import Builder  # imports torch, which a finished run does not need
+    from framework.distributed.world import World
+
+    build = Builder(config, world=World.alone())
+    if problems := build_problems(build) or ([] if is_rehearsed else rehearsal_problems(build)):
+        return print_problems(problems)
+    show_model(build)
     return config
 
 
-def build_problems(config: RunConfig) -> list[Problem]:
+def build_problems(build: "Builder") -> list[Problem]:
     """Return the problems of building the objects of a configuration without storage."""
     from framework.preflight.child import problems_in_child
-    from framework.preflight.dry_build import dry_build  # imports torch, which a finished run does not need
+    from framework.preflight.dry_build import dry_build
 
-    if MODES[config.mode].about == "machines":
+    if MODES[build.config.mode].about == "machines":
         return []
     may_fork = not Environment.read().is_foreign  # a launcher's library, such as MPI, may not support a fork
-    return problems_in_child(partial(dry_build, config)) if may_fork else dry_build(config)
+    return problems_in_child(partial(dry_build, build.config)) if may_fork else dry_build(build.config)
 
 
-def rehearsal_problems(config: RunConfig) -> list[Problem]:
-    """Rehearse a configuration without other problems, if it asks for it."""
-    from framework.build.training import Builder
-    from framework.distributed.world import World
+def rehearsal_problems(build: "Builder") -> list[Problem]:
+    """Rehearse a run without other problems, if it asks for it."""
     from framework.preflight.rehearsal import rehearse
 
-    is_due = config.rehearse and MODES[config.mode].about == "run" and not Environment.read().is_foreign
-    return rehearse(Builder(config, world=World.alone())) if is_due else []
+    is_due = build.config.rehearse and MODES[build.config.mode].about == "run" and not Environment.read().is_foreign
+    return rehearse(build) if is_due else []
 
 
 def checked_line(overrides: list[str], *, world_size: int | None = None) -> Draft:

@@ -107,10 +107,7 @@ def _executed(name: str, functions: Functions) -> Functions:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Attribute the modules that are loaded meanwhile to this command or check, and all others to the calling program.
-
-    The program's modules belong to a run only if its components reach them.
-    """
+    """Attribute the modules that are loaded meanwhile to this command, others that nothing imports to the calling program."""
     global _depth
     if not _depth:
         _programs.update(sys.modules.keys() - _loaded_by_commands)

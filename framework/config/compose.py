@@ -1,43 +1,20 @@
 """The composition of the configuration: from a command line to plain, resolved data."""
 
-import copy
-import io
 import re
-import sys
-from collections.abc import Mapping
-from contextlib import redirect_stdout
 from datetime import datetime, timedelta
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import hydra
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import OverrideType
-from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.code import find_module
-from framework.config.folders import (
-    CONF,
-    EXTRAS,
-    config_name,
-    defaults_in,
-    folders,
-    named_keys,
-    option_node,
-    options,
-    own_folder,
-    own_groups,
-    value_names,
-)
-from framework.config.identity import EXECUTION, execution_keys, flat, identity, is_below
+from framework.config.folders import defaults_in, named_keys, option_node, options, own_groups, value_names
+from framework.config.hydra_compose import compose_files, composed_files, composes, own_keys, prepare_hydra, without_own_groups
+from framework.config.hydra_settings import setting_problems
+from framework.config.identity import execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
@@ -58,38 +35,11 @@ class Composed(NamedTuple):
         return MODES.get(str(self.config.get("mode")))
 
 
-class _Folders(SearchPathPlugin):
-    """A plugin that makes Hydra search all folders: the user's before the framework's, and the extras' after it."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if (own := own_folder()) is not None:
-            search_path.prepend("own", f"file://{own}", anchor="main")
-        for folder in (folder for folder in folders() if folder.is_relative_to(EXTRAS)):
-            search_path.append("extras", f"file://{folder}")
-
-
 def forget_files() -> None:
     """Read the files again for the next composition: a program that lives on may have edited them."""
-    _composed.cache_clear()
+    composed_files.cache_clear()
     defaults_in.cache_clear()
     find_module.cache_clear()
-
-
-def prepare_hydra() -> None:
-    """Register the folders with Hydra, and the resolvers `${run_id:}` and `${data:FACT}` with OmegaConf."""
-    Plugins.instance().register(_Folders)
-    OmegaConf.register_new_resolver("run_id", _run_id, replace=True)
-    OmegaConf.register_new_resolver("data", lambda fact: f"${{data:{fact}}}", replace=True)  # the dataset resolves it later
-
-
-def _run_id(_root_: DictConfig) -> str:
-    # the identity excludes the sections that refer to the id
-    plain: dict[str, Any] = {
-        str(key): OmegaConf.to_container(_root_[key], resolve=True) if OmegaConf.is_config(_root_[key]) else _root_[key]
-        for key in _root_
-        if key not in EXECUTION
-    }
-    return identity(_without_own_groups(plain))
 
 
 def compose_line(overrides: list[str]) -> Composed:
@@ -103,7 +53,7 @@ def compose_line(overrides: list[str]) -> Composed:
     for group in ("sampler", *SEVERAL):
         plain.setdefault(group, {})
     problems += unresolved
-    plain = _without_own_groups(plain)
+    plain = without_own_groups(plain)
     problems += _changing(config, plain)
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be set: it is a hash of the keys that decide the result"
@@ -124,25 +74,40 @@ def as_yaml(overrides: list[str], *, resolve: bool) -> str:
 def launcher_and_sweeper(overrides: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return Hydra's launcher and sweeper from the chosen files and the command line: the option's name and its keys."""
     choices, _, _ = sort_overrides(overrides)
-    hydras = _compose([*choices, *(text for text in overrides if text.startswith("hydra/"))], with_hydra=True).hydra
+    hydras = compose_files([*choices, *(text for text in overrides if text.startswith("hydra/"))]).hydra
     plain: Any = OmegaConf.to_container(hydras)
     return {name: (plain["runtime"]["choices"][f"hydra/{name}"], plain[name]) for name in ("launcher", "sweeper")}
+
+
+def with_hydra(overrides: list[str]) -> DictConfig:
+    """Return the configuration as Hydra gives it to callbacks: with Hydra's own node, and interpolations unresolved.
+
+    Return an empty one if the files cannot be composed.
+    """
+    config, _, _ = _applied(overrides)
+    if config:
+        settings: Any = HydraConfig.instance().cfg
+        config["hydra"] = settings.hydra
+    return config
 
 
 def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]]:
     """Return the configuration with the overrides applied, the keys of its files, and the problems of failed overrides."""
     choices, values, problems = sort_overrides(overrides)
     try:
-        config = _compose(choices)
+        config = compose_files(choices)
         if options("resources") and "resources" in chosen_by_default() and config.launch.kind != "slurm":
-            config = _compose([*choices, "~resources"])
+            config = compose_files([*choices, "~resources"])
     except Exception as error:  # Hydra, OmegaConf and PyYAML may raise almost any error for a faulty file
-        blamed = [choice for choice in choices if _composes([other for other in choices if other != choice])]
+        blamed = [choice for choice in choices if composes([other for other in choices if other != choice])]
         return OmegaConf.create(), [], [*problems, Problem(" ".join(blamed or choices) or "conf", one_line(error))]
     OmegaConf.set_struct(config, False)
+    HydraConfig.instance().set_config(OmegaConf.masked_copy(config, "hydra"))
+    prepare_hydra()  # also after Hydra has registered its own resolvers
+    problems += setting_problems(config.pop("hydra"))
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))
-    for name in _own_sections(config):
+    for name in (name for name in own_groups() if name in config and name not in RunConfig.model_fields):
         OmegaConf.update(config, f"extra.{name}", f"${{{name}}}", force_add=True)
     empty_replaced(config, values)
     for override in values:
@@ -154,8 +119,8 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
             problems.append(Problem(key, "unknown key", did_you_mean(key, known) or expected))
         else:
             problems += apply(config, override)
-    if "${hydra:" in str(OmegaConf.to_container(config)):  # as in ${hydra:runtime.choices.parallel}
-        HydraConfig.instance().set_config(_compose(choices, with_hydra=True))
+    for name in set(own_keys(config)) - {*RunConfig.model_fields, *config}:
+        OmegaConf.update(config, name, f"${{extra.{name}}}", force_add=True)  # so that ${name} is found, as it was given
     return config, known, problems + _name_values(config, known, given=[key_of(override) for override in values])
 
 
@@ -182,34 +147,6 @@ def _name_values(config: DictConfig, known: list[str], *, given: list[str]) -> l
             elif value is not None:
                 problems.append(Problem(key, f"{name} sets {section}.{other}, and so does the command line", "one of them"))
     return problems
-
-
-def _composes(choices: list[str]) -> bool:
-    try:
-        _compose(choices)
-    except Exception:
-        return False
-    return True
-
-
-def _compose(choices: list[str], *, with_hydra: bool = False) -> DictConfig:
-    return copy.deepcopy(_composed(tuple(folders()), config_name(), tuple(choices), with_hydra))
-
-
-@cache  # it takes 0.1 s, and most jobs of a sweep have the same choices
-def _composed(_: tuple[Path, ...], name: str, choices: tuple[str, ...], with_hydra: bool) -> DictConfig:
-    prepare_hydra()
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return hydra_compose(name, overrides=list(choices), return_hydra_config=with_hydra)
-
-
-def _own_sections(config: Mapping[str, Any] | DictConfig) -> list[str]:
-    return [name for name in own_groups() if name in config and name not in RunConfig.model_fields]
-
-
-def _without_own_groups(plain: dict[str, Any]) -> dict[str, Any]:
-    own = _own_sections(plain)
-    return {name: value for name, value in plain.items() if name not in own}
 
 
 # --- from OmegaConf to plain data
@@ -263,35 +200,3 @@ def resolve_text(text: str) -> str:
         return str(OmegaConf.create({"text": text})["text"])
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error)) from None
-
-
-# --- the output of Hydra
-
-
-def print_by_hydra(flags: dict[str, str], overrides: list[str]) -> None:
-    """Print the output of Hydra's flags: Hydra's own configuration, its help, or a shell's completion."""
-
-    @hydra.main(config_path=str(CONF), config_name=config_name(), version_base="1.3")
-    def run_job(config: object) -> None:
-        raise AssertionError("these flags print, and run nothing")
-
-    prepare_hydra()
-    choices, values, _ = sort_overrides(overrides)
-    # flags first, because argparse accepts no flags between overrides; every value is forced (`++key=value`), because the
-    # preflight checks the keys, not Hydra
-    forced = [_forced(override.input_line.lstrip("+")) for override in values if override.input_line]
-    sys.argv[1:] = [*(word for flag in flags.items() for word in flag if word), *choices, *forced]
-    with redirect_stdout(io.StringIO()) as printed:  # Hydra prints a traceback if the reader closes the pipe
-        try:
-            run_job()
-        except SystemExit as end:  # --hydra-help exits
-            if end.code:
-                raise
-    print(printed.getvalue(), end="")
-
-
-def _forced(override: str) -> str:
-    """Return an override that Hydra takes as a value, also where it would see a group: the folder of a key's named values."""
-    key, _, value = override.partition("=")
-    section, _, last = key.rpartition(".")
-    return f"++{section}={{{last}:{value}}}" if key in named_keys() else f"++{override}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from framework.config.stored import stored_groups, stored_options
 from framework.runtime.environment import variables
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than SafeLoader
@@ -39,8 +40,9 @@ def folders() -> list[Path]:
 
 
 def groups(within: Sequence[Path] | None = None) -> list[str]:
-    """Return the names of the groups in some folders, or in all folders."""
-    names = (path.name for conf in within or folders() for path in conf.iterdir() if path.is_dir())
+    """Return the names of the groups in some folders; or in all folders and in Hydra's ConfigStore."""
+    names = [path.name for conf in within or folders() for path in conf.iterdir() if path.is_dir()]
+    names += stored_groups() if within is None else []
     return sorted({name for name in names if "." not in name and name[0] != "_" and name not in ("hydra", "launchers")})
 
 
@@ -51,14 +53,13 @@ def named_keys() -> list[str]:
 
 def own_groups() -> list[str]:
     """Return the groups that exist only in the user's folder."""
-    own = own_folder()
-    return [] if own is None else sorted(set(groups([own])) - set(groups(_OURS)))
+    return sorted(set(groups()) - set(groups(_OURS)))
 
 
 def options(group: str) -> list[str]:
     """Return the names of a group's options. An option in a subfolder has a name such as `vision/tiny`."""
     found = [path.relative_to(conf / group) for conf in folders() for path in (conf / group).rglob("*.yaml")]
-    return sorted({path.with_suffix("").as_posix() for path in found})
+    return sorted({path.with_suffix("").as_posix() for path in found} | stored_options(group).keys())
 
 
 def value_names(key: str, node: Mapping[str, Any]) -> list[str]:
@@ -91,7 +92,7 @@ def option_file(group: str, option: str) -> Path:
 
 def option_node(group: str, option: str) -> dict[str, Any]:
     """Return the content of an option's file, interpolations unresolved. Return {} for a faulty file: composing reports it."""
-    return _content(option_file(group, option))
+    return _content(option_file(group, option)) or stored_options(group).get(option, {})
 
 
 def parse_yaml(text: str | bytes) -> Any:

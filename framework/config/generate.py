@@ -47,7 +47,7 @@ def _lines(section: type[Section], *, indent: str = "", without: Sequence[str] =
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return str(field.json_schema_extra["written"])  # type: ignore[index]  # a dict: see section.key
+        return str(field.json_schema_extra["written"])  # type: ignore[index]  # a dict: see section.setting
     return yaml.safe_dump(field.default, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
 
 

@@ -4,41 +4,41 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from framework.config.section import AboveZero, Count, Positive, Section, key
+from framework.config.section import AboveZero, Count, Positive, Section, setting
 from framework.runtime.problem import Problem, shown
 
 
 class SlurmSection(Section):
-    partition: str | None = key(None, "the partition")
-    time_min: Positive | None = key(None, "minutes until Slurm ends the job; the job then continues as often as needed")
-    account: str | None = key(None, "the account that is charged")
-    qos: str | None = key(None, "the quality of service")
-    mem_gb: AboveZero | None = key(None, "memory of each node")
-    cpus_per_task: Positive | None = key(
+    partition: str | None = setting(None, "the partition")
+    time_min: Positive | None = setting(None, "minutes until Slurm ends the job; the job then continues as often as needed")
+    account: str | None = setting(None, "the account that is charged")
+    qos: str | None = setting(None, "the quality of service")
+    mem_gb: AboveZero | None = setting(None, "memory of each node")
+    cpus_per_task: Positive | None = setting(
         None, "CPUs of each node, because one task holds all processes; null = one for each process and loader worker"
     )
-    gpus_per_node: Count | str | None = key(
+    gpus_per_node: Count | str | None = setting(
         None, "N or TYPE:N, for example a100:4; 0 = none; null = one for each process, if all nodes have some"
     )
-    constraint: str | None = key(None, "features that the nodes must have")
-    exclude: str | None = key(None, "nodes that the job must not get")
-    options: dict[str, str | int | bool | None] = key(
+    constraint: str | None = setting(None, "features that the nodes must have")
+    exclude: str | None = setting(None, "nodes that the job must not get")
+    options: dict[str, str | int | bool | None] = setting(
         {}, 'other options of sbatch, by their long names, for example {reservation: x, gres: "gpu:a100:2", exclusive: true}'
     )
-    setup: list[str] = key(
+    setup: list[str] = setting(
         [], 'lines of shell code that the job runs first, for example ["module load cuda"]; the job ends if a line fails'
     )
-    python: list[str] = key(
+    python: list[str] = setting(
         [], "the command for Python on the nodes, for example [apptainer, exec, --nv, image.sif, python]; [] = this one"
     )
-    srun: list[str] = key([], 'more options for srun, for example ["--container-image=image.sqsh"]')
-    snapshot: bool = key(
+    srun: list[str] = setting([], 'more options for srun, for example ["--container-image=image.sqsh"]')
+    snapshot: bool = setting(
         False, "run the framework's code and your code as they were at submission, from a copy in the run's directory"
     )
-    check: bool = key(True, "before the first submission, let a node check that it sees the run's directory")
-    signal_s: Positive = key(120, "seconds before the end of the job at which it saves a checkpoint and requeues itself")
-    requeue: bool = key(True, "requeue the job automatically if it is preempted, runs out of time or loses a node")
-    array_parallelism: Positive | None = key(None, "jobs of a sweep that run at the same time; null = as many as fit")
+    check: bool = setting(True, "before the first submission, let a node check that it sees the run's directory")
+    signal_s: Positive = setting(120, "seconds before the end of the job at which it saves a checkpoint and requeues itself")
+    requeue: bool = setting(True, "requeue the job automatically if it is preempted, runs out of time or loses a node")
+    array_parallelism: Positive | None = setting(None, "jobs of a sweep that run at the same time; null = as many as fit")
 
     def rules(self) -> Iterator[Problem]:
         if not re.fullmatch(r"([\w.-]+:)?\d{1,4}", str(self.gpus_per_node or 0)):
@@ -72,28 +72,28 @@ _OWN_OPTIONS = {  # options of sbatch: the key with the same meaning, or why the
 
 
 class LaunchSection(Section):
-    kind: Literal["local", "slurm"] = key("local", "on these machines (local), or as a job (slurm)")
-    nproc_per_node: Positive | None = key(
+    kind: Literal["local", "slurm"] = setting("local", "on these machines (local), or as a job (slurm)")
+    nproc_per_node: Positive | None = setting(
         None, "processes on each node; null = number of CUDA devices (with launch=slurm: slurm.gpus_per_node), or 1"
     )
-    nnodes: int | str = key(
+    nnodes: int | str = setting(
         1,
         "a number, or MIN:MAX if nodes may leave and join (docs/elastic.md); without Slurm, run the same command on each node",
     )
-    max_restarts: Count = key(
+    max_restarts: Count = setting(
         3, "restarts of the worker group after a failure; a lost node, or a requeue of the job, does not count"
     )
-    ports: str | None = key(None, "LOW-HIGH: the ports that a firewall between nodes allows (docs/elastic.md)")
-    timeout_s: AboveZero = key(
+    ports: str | None = setting(None, "LOW-HIGH: the ports that a firewall between nodes allows (docs/elastic.md)")
+    timeout_s: AboveZero = setting(
         600.0, "of one collective operation, then a message names the rank that hangs; also for enough nodes to join"
     )
-    grace_s: AboveZero | None = key(
+    grace_s: AboveZero | None = setting(
         None, "seconds between the signal that asks a run to stop and the signal that kills it; null = not known"
     )
-    keep_freed_memory: bool | None = key(
+    keep_freed_memory: bool | None = setting(
         None, "the C library keeps freed memory for the next step, the kernel does not get it back; null = on CPUs"
     )
-    slurm: SlurmSection | None = key(None, "null = the default of the site's Slurm")
+    slurm: SlurmSection | None = setting(None, "null = the default of the site's Slurm")
 
     def keeps_memory_on(self, device_type: str) -> bool:
         """Return whether the C library keeps freed memory. By default it does if the steps run on a CPU."""

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
 from framework.config.folders import CONF, config_name, defaults_in, folders, groups, is_group, options, own_groups
+from framework.config.hydra_settings import TO_HYDRA, is_hydras, refusal
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
 from framework.config.targets import locate
@@ -35,8 +36,10 @@ def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], lis
             problems += found
             if not found:
                 choices += _choice(override, text)
-        elif override.key_or_group.partition(".")[0] != "hydra":
+        elif not is_hydras(override.key_or_group):
             values.append(override)
+        elif override.key_or_group.startswith(TO_HYDRA):
+            choices.append(text)
     return choices, values, problems
 
 
@@ -69,7 +72,9 @@ def _choice(override: Override, text: str) -> list[str]:
     if override.package == group.replace("/", "."):  # Hydra takes a package only where it is not the group's own
         text = text.replace(f"@{override.package}", "", 1)
     elif override.package is not None:
-        return [text]
+        place = override.package.split(".")[0]
+        is_own = text[0] == "+" and place not in (*RunConfig.model_fields, *groups(), "_global_")  # a new key is under `extra`
+        return [text.replace(f"@{override.package}", f"@extra.{override.package}", 1) if is_own else text]
     if group not in groups():
         return [text]
     prefix = "" if group in chosen_by_default() else "+"
@@ -86,11 +91,6 @@ def key_of(override: Override) -> str:
     return f"extra.{key}" if is_added and root not in (*RunConfig.model_fields, *groups(), "hydra") else key
 
 
-def is_hydras(key: str) -> bool:
-    """Return whether a key or group belongs to Hydra: `hydra.x` or `hydra/x`."""
-    return key.split("/")[0].split(".")[0] == "hydra"
-
-
 def chosen_by_default() -> set[str]:
     """Return the groups with a default in the primary configuration, and in the framework's if the primary one includes it."""
     paths = [folder / f"{config_name()}.yaml" for folder in folders()]
@@ -98,20 +98,6 @@ def chosen_by_default() -> set[str]:
     return {*chosen, *(defaults_in(CONF / "config.yaml") if "config" in chosen else ())}
 
 
-_WHERE = "run.root and run.dir choose the run's directory"
-# Hydra's own keys, and what to use instead. The first matching prefix counts.
-_INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
-    ("hydra.run", "is a key of Hydra that does nothing in a single run", _WHERE),
-    ("hydra.sweep.", "is a key of Hydra that does nothing here", _WHERE),
-    ("hydra.job.chdir", "a run does not change its working directory", "run.dir is where a run's files go"),
-    ("hydra.searchpath", "does not work here", "--config-dir DIR or STEADFAST_CONF names your folder, which is searched first"),
-    (("hydra/job_logging", "hydra/hydra_logging"), "does nothing here: a run logs to the console and to its train.log",
-     "hydra.verbose=true for more"),
-    ("hydra/launcher", "is about the jobs of a sweep", "add -m; a single run has launch=local or launch=slurm"),
-    ("hydra.launcher", "is about the jobs of a sweep", "add -m; a single run has launch.*"),
-    (("hydra/sweeper", "hydra.sweeper"), "is about the jobs of a sweep", "add -m"),
-    ("hydra", "is a key of Hydra that does nothing in a single run", _WHERE),
-)  # fmt: skip
 _SWITCHED_OFF = {
     "scheduler": "scheduler=constant",
     "logger": "logger=none",
@@ -125,10 +111,8 @@ _SWITCHED_OFF = {
 def _refusal(override: Override, text: str) -> Problem | None:
     key = override.key_or_group
     if is_hydras(key):
-        if key == "hydra.verbose" or (key == "hydra.job.chdir" and override.value() is False):
-            return None  # main() reads the first; the second is the behaviour in any case
-        _, what, expected = next(entry for entry in _INSTEAD if key.startswith(entry[0]))
-        return Problem(key, what, expected)
+        is_read = key.startswith((*TO_HYDRA, "hydra.verbose", "hydra.mode"))  # by Hydra, and by main()
+        return None if is_read or (key == "hydra.job.chdir" and override.value() is False) else refusal(key)
     if override.type == OverrideType.DEL:
         return _deletion_refusal(key, text)
     if override.is_sweep_override():

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from framework.config.launch import LaunchSection
-from framework.config.section import Count, Positive, Section, key, texts_in
+from framework.config.section import Count, Positive, Section, setting, texts_in
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.runtime.problem import Problem
 
@@ -27,20 +27,20 @@ OWN = {
 
 
 class RunSection(Section):
-    root: str = key("runs", "the folder of all runs")
-    mirror: str | None = key(
+    root: str = setting("runs", "the folder of all runs")
+    mirror: str | None = setting(
         None, "an object store with a copy of each run: s3://BUCKET/FOLDER; the same command can continue from the copy alone"
     )
-    resume: str = key("auto", "auto, never (start over), must, or the path (or URL) of a run or checkpoint")
-    id: str = key(..., "a hash of everything that decides the results", written="${run_id:}")
-    dir: str = key(..., "the directory of this run", written="${run.root}/${name}/${run.id}")
-    code: Literal["same", "accept"] = key(
+    resume: str = setting("auto", "auto, never (start over), must, or the path (or URL) of a run or checkpoint")
+    id: str = setting(..., "a hash of everything that decides the results", written="${run_id:}")
+    dir: str = setting(..., "the directory of this run", written="${run.root}/${name}/${run.id}")
+    code: Literal["same", "accept"] = setting(
         "same",
         "same = refuse to continue with other code than at the start of the run; accept = continue, and record the changes",
     )
-    data: Literal["same", "accept"] = key("same", "the same for the samples of the run's splits")
-    checkpoint: int | str = key("last", "the weights for eval, predict and export: last, best, final, a step, or a path")
-    group: str | None = key(None, "the group of the run, for loggers that show groups; null = the sweep, in a sweep")
+    data: Literal["same", "accept"] = setting("same", "the same for the samples of the run's splits")
+    checkpoint: int | str = setting("last", "the weights for eval, predict and export: last, best, final, a step, or a path")
+    group: str | None = setting(None, "the group of the run, for loggers that show groups; null = the sweep, in a sweep")
 
     def rules(self) -> Iterator[Problem]:
         for name, path in {"root": self.root, "dir": self.dir}.items():
@@ -49,33 +49,33 @@ class RunSection(Section):
 
 
 class EvalSection(Section):
-    split: Literal["train", "val", "test"] = key("test", "train, val or test")
+    split: Literal["train", "val", "test"] = setting("test", "train, val or test")
 
 
 class PredictSection(Section):
-    split: Literal["train", "val", "test"] = key("test", "train, val or test")
-    files: str | None = key(None, "or a folder of files, for example images")
+    split: Literal["train", "val", "test"] = setting("test", "train, val or test")
+    files: str | None = setting(None, "or a folder of files, for example images")
 
 
 class BenchSection(Section):
-    largest_mib: Annotated[int, Field(ge=1, le=1 << 14)] = key(64, "the size of the largest message")
+    largest_mib: Annotated[int, Field(ge=1, le=1 << 14)] = setting(64, "the size of the largest message")
 
 
 class ReportSection(Section):
-    every_s: Annotated[float, Field(gt=0, le=86400)] | None = key(
+    every_s: Annotated[float, Field(gt=0, le=86400)] | None = setting(
         None, "seconds between repeated writes of the page, until Ctrl-C, so that it shows running runs; null = write it once"
     )
 
 
 class ExportSection(Section):
-    formats: Annotated[list[Literal["safetensors", "pt2", "onnx", "huggingface"]], Field(min_length=1)] | None = key(
+    formats: Annotated[list[Literal["safetensors", "pt2", "onnx", "huggingface"]], Field(min_length=1)] | None = setting(
         None, "safetensors, pt2 (torch.export), onnx, huggingface; null = the first three, if they are installed"
     )
 
 
 class BackendSection(Section):
-    name: str | None = key("auto", "the name with which it is registered, in lower case")
-    module: str | None = key(None, "the module of another package to import, on the Python path, which registers the back end")
+    name: str | None = setting("auto", "the name with which it is registered, in lower case")
+    module: str | None = setting(None, "the module of another package to import, which registers the back end")
 
     def device(self, asked: str) -> str:
         """Return the device for auto, cuda or cpu. Only some backends support CUDA."""
@@ -85,40 +85,40 @@ class BackendSection(Section):
 
 
 class PrecisionSection(Section):
-    name: Literal["fp32", "bf16", "float8", "fp16", "tf32", "fp64"] = key("fp32", "the format of the computation")
+    name: Literal["fp32", "bf16", "float8", "fp16", "tf32", "fp64"] = setting("fp32", "the format of the computation")
 
 
 class RunConfig(Section):
     """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
-    name: str = key("default", "first part of the run directory", execution=True)
-    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow", "bench"] = key(
-        "train", "or check, plan, status, report, eval, predict, export, bench: as in the examples above", execution=True
+    name: str = setting("default", "first part of the run directory", execution=True)
+    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow", "bench"] = (
+        setting("train", "what to do; for the other modes, see the examples above", execution=True)
     )
-    seed: Count = key(0, "all random draws of the run depend on it")
-    global_batch_size: Positive = key(64, "samples in one optimizer step, over all processes")
-    micro_batch_size: Positive | None = key(None, "samples in one forward and backward; null = a process's whole share")
-    drop_last: bool = key(False, "drop the short last batch of an epoch instead of training on it")
-    invariance: Literal["samples", "bitwise"] = key(
+    seed: Count = setting(0, "all random draws of the run depend on it")
+    global_batch_size: Positive = setting(64, "samples in one optimizer step, over all processes")
+    micro_batch_size: Positive | None = setting(None, "samples in one forward and backward; null = a process's whole share")
+    drop_last: bool = setting(False, "drop the short last batch of an epoch instead of training on it")
+    invariance: Literal["samples", "bitwise"] = setting(
         "samples", "every world size uses the same samples in the same steps; bitwise = it also computes the same bits"
     )
-    device: Literal["auto", "cuda", "cpu"] = key(
+    device: Literal["auto", "cuda", "cpu"] = setting(
         "auto", "the device to compute on: cuda, cpu; auto = CUDA if there is any and the backend supports it", execution=True
     )
-    rehearse: bool = key(
+    rehearse: bool = setting(
         True, "try a batch of the data on the CPU, in a separate process, before the run starts", execution=True
     )
-    trainer: TrainerSection = key(TrainerSection(), "the training loop")
-    checkpoint: CheckpointSection = key(CheckpointSection(), "when checkpoints are saved, and which are kept")
-    run: RunSection = key(..., "where the run is, and how it continues", execution=True)
-    eval: EvalSection = key(EvalSection(), "mode=eval", execution=True)
-    export: ExportSection = key(ExportSection(), "mode=export", execution=True)
-    predict: PredictSection = key(PredictSection(), "mode=predict", execution=True)
-    bench: BenchSection = key(BenchSection(), "mode=bench measures the time of the back end's collectives", execution=True)
-    report: ReportSection = key(ReportSection(), "mode=report", execution=True)
-    launch: LaunchSection = key(LaunchSection(), "processes, nodes and jobs", execution=True)
-    backend: BackendSection = key(BackendSection(), "the library that moves data between processes", execution=True)
-    precision: PrecisionSection = key(PrecisionSection(), "the format of the computation")
+    trainer: TrainerSection = setting(TrainerSection(), "the training loop")
+    checkpoint: CheckpointSection = setting(CheckpointSection(), "when checkpoints are saved, and which are kept")
+    run: RunSection = setting(..., "where the run is, and how it continues", execution=True)
+    eval: EvalSection = setting(EvalSection(), "mode=eval", execution=True)
+    export: ExportSection = setting(ExportSection(), "mode=export", execution=True)
+    predict: PredictSection = setting(PredictSection(), "mode=predict", execution=True)
+    bench: BenchSection = setting(BenchSection(), "mode=bench measures the time of the back end's collectives", execution=True)
+    report: ReportSection = setting(ReportSection(), "mode=report", execution=True)
+    launch: LaunchSection = setting(LaunchSection(), "processes, nodes and jobs", execution=True)
+    backend: BackendSection = setting(BackendSection(), "the library that moves data between processes", execution=True)
+    precision: PrecisionSection = setting(PrecisionSection(), "the format of the computation")
     model: Node
     dataset: Node
     task: Node
@@ -126,7 +126,7 @@ class RunConfig(Section):
     optimizer: Node
     scheduler: Node
     sampler: Node = {}  # empty: a random permutation
-    logger: dict[str, Any] = key({}, "one component per logger, by name", execution=True)
+    logger: dict[str, Any] = setting({}, "one component per logger, by name", execution=True)
     metric: dict[str, Any] = {}  # one component per additional metric, by name
     part: dict[str, Any] = {}  # one component per additional part of the loop, by name
     extra: Node = {}  # the user's own keys: part of the identity; the framework does not read them

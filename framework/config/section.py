@@ -15,7 +15,7 @@ Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 AboveZero = Annotated[float, Field(gt=0)]
 
 
-def key(default: Any, description: str, *, execution: bool = False, written: str = "") -> Any:
+def setting(default: Any, description: str, *, execution: bool = False, written: str = "") -> Any:
     """Declare a key of a section: its default and its meaning, from which conf/, the help and the docs are generated.
 
     `execution`: the key, or all keys of the section, decide how a run is executed, not what it computes. `written` is the text

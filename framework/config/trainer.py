@@ -5,17 +5,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from framework.config.section import AboveZero, Count, Positive, Section, key
+from framework.config.section import AboveZero, Count, Positive, Section, setting
 from framework.runtime.problem import Problem
 
 
 class EarlyStopping(Section):
-    patience: Positive | None = key(None, "evaluations without improvement before the run ends; null = off")
-    monitor: str = key("val/loss", "the metric that has to improve: SPLIT/METRIC")
-    mode: Literal["min", "max"] | None = key(
+    patience: Positive | None = setting(None, "evaluations without improvement before the run ends; null = off")
+    monitor: str = setting("val/loss", "the metric that has to improve: SPLIT/METRIC")
+    mode: Literal["min", "max"] | None = setting(
         None, "whether less (min) or more (max) is better; null = as the metric defines it"
     )
-    min_delta: Annotated[float, Field(ge=0)] = key(0.0, "smallest change that counts as an improvement")
+    min_delta: Annotated[float, Field(ge=0)] = setting(0.0, "smallest change that counts as an improvement")
 
 
 class Divergence(Section):
@@ -26,59 +26,59 @@ class Divergence(Section):
     Source of the rollback: Chowdhery et al. 2022, "PaLM: scaling language modeling with Pathways", section 5.1.
     """
 
-    action: Literal["raise", "skip", "rollback"] = key(
+    action: Literal["raise", "skip", "rollback"] = setting(
         "raise", "raise = end the run; skip = skip the step; rollback = continue from an earlier checkpoint with later batches"
     )
-    limit: Positive = key(10, "largest number of skipped steps or rollbacks in one run")
-    back: Positive = key(1, "rollback: to the newest checkpoint (1), the checkpoint before it (2), ...")
+    limit: Positive = setting(10, "largest number of skipped steps or rollbacks in one run")
+    back: Positive = setting(1, "rollback: to the newest checkpoint (1), the checkpoint before it (2), ...")
 
 
 class GradNoise(Section):
-    eta: AboveZero | None = key(None, "variance at the first step; null = off")
-    gamma: Annotated[float, Field(ge=0, le=1)] = key(0.55, "how fast the variance falls; 0 = not at all")
+    eta: AboveZero | None = setting(None, "variance at the first step; null = off")
+    gamma: Annotated[float, Field(ge=0, le=1)] = setting(0.55, "how fast the variance falls; 0 = not at all")
 
 
 class TrainerSection(Section):
-    max_steps: Positive | None = key(None, "optimizer steps; the shorter of this and max_epochs ends the run")
-    max_epochs: Positive | None = key(40, "passes over the training set")
-    eval_every: Positive | None = key(100, "optimizer steps between evaluations; null = only at the end")
-    log_every: Positive = key(10, "optimizer steps between training rows")
-    limit_batches: Positive | None = key(None, "batches of an epoch, and of an evaluation; null = all")
-    overfit_batches: Positive | None = key(
+    max_steps: Positive | None = setting(None, "optimizer steps; the shorter of this and max_epochs ends the run")
+    max_epochs: Positive | None = setting(40, "passes over the training set")
+    eval_every: Positive | None = setting(100, "optimizer steps between evaluations; null = only at the end")
+    log_every: Positive = setting(10, "optimizer steps between training rows")
+    limit_batches: Positive | None = setting(None, "batches of an epoch, and of an evaluation; null = all")
+    overfit_batches: Positive | None = setting(
         None, "train only on so many batches, repeatedly, and evaluate on the same batches; null = off"
     )
-    clip_grad_norm: AboveZero | None = key(None, "largest global L2 norm of the gradient; null = off")
-    clip_grad_value: AboveZero | None = key(
+    clip_grad_norm: AboveZero | None = setting(None, "largest global L2 norm of the gradient; null = off")
+    clip_grad_value: AboveZero | None = setting(
         None, "largest absolute value of an element of the gradient, after clip_grad_norm; null = off"
     )
-    grad_noise: GradNoise = key(
+    grad_noise: GradNoise = setting(
         GradNoise(), "Gaussian noise, added to the clipped gradient; its variance at step t (from 0) is eta / (1 + t)^gamma"
     )
-    freeze: list[str] = key(
+    freeze: list[str] = setting(
         [], "parameters that are not trained, by patterns of their names, for example [embedding.*, layers.0.*]"
     )
-    channels_last: bool | None = key(
+    channels_last: bool | None = setting(
         None, "give the model images in channels-last order, which is faster on tensor cores; null = off", execution=True
     )
-    compile: bool = key(False, "torch.compile the model's blocks, and the loss of task=language_modeling")
-    activation_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["operations"] = key(
+    compile: bool = setting(False, "torch.compile the model's blocks, and the loss of task=language_modeling")
+    activation_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["operations"] = setting(
         False,
         "recompute the blocks' activations in the backward pass; N = of every Nth block; operations = all except products",
         execution=True,
     )
-    activation_offload: bool = key(False, "keep activations in CPU memory between forward and backward", execution=True)
-    sync_batchnorm: bool = key(False, "take BatchNorm's statistics over the samples of all processes instead of a micro-batch")
-    deterministic: bool | None = key(
+    activation_offload: bool = setting(False, "keep activations in CPU memory between forward and backward", execution=True)
+    sync_batchnorm: bool = setting(False, "take BatchNorm's statistics over the samples of all processes, not of a micro-batch")
+    deterministic: bool | None = setting(
         None,
         "on CUDA: use only kernels with repeatable bits, which may be slower; null = only with invariance=bitwise",
         execution=True,
     )
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = key(
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = setting(
         None, "decay of an exponential moving average of the weights; evaluations use the average; null = off"
     )
-    early_stopping: EarlyStopping = key(EarlyStopping(), "the end of a run that does not improve any more")
-    divergence: Divergence = key(Divergence(), "when a loss or gradient is not finite, on any process")
-    profile: bool | Literal["all"] = key(
+    early_stopping: EarlyStopping = setting(EarlyStopping(), "the end of a run that does not improve any more")
+    divergence: Divergence = setting(Divergence(), "when a loss or gradient is not finite, on any process")
+    profile: bool | Literal["all"] = setting(
         False, "record a torch.profiler trace of a few steps: true = on rank 0, all = on every rank", execution=True
     )
 
@@ -99,17 +99,17 @@ class TrainerSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Positive | None = key(100, "optimizer steps between checkpoints; null = only at the end", execution=True)
-    keep_last: Positive = key(2, "number of newest checkpoints to keep", execution=True)
-    keep_best: Count = key(0, "number of best checkpoints to keep in addition", execution=True)
-    monitor: str = key("val/loss", "the metric that decides which checkpoint is best")
-    mode: Literal["min", "max"] | None = key(
+    every: Positive | None = setting(100, "optimizer steps between checkpoints; null = only at the end", execution=True)
+    keep_last: Positive = setting(2, "number of newest checkpoints to keep", execution=True)
+    keep_best: Count = setting(0, "number of best checkpoints to keep in addition", execution=True)
+    monitor: str = setting("val/loss", "the metric that decides which checkpoint is best")
+    mode: Literal["min", "max"] | None = setting(
         None, "whether less (min) or more (max) is better; null = as the metric defines it"
     )
-    async_save: bool | None = key(
+    async_save: bool | None = setting(
         None, "write in the background; training waits only for a copy; null = where it saves time", execution=True
     )
-    max_failures: Count = key(3, "consecutive failed saves before the run ends (exit 74)", execution=True)
+    max_failures: Count = setting(3, "consecutive failed saves before the run ends (exit 74)", execution=True)
 
     @property
     def direction(self) -> Literal["min", "max"]:

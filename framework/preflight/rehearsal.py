@@ -13,7 +13,6 @@ import torch
 from framework.build import components
 from framework.build.training import Builder
 from framework.config.frozen_file import digest_of
-from framework.config.schema import RunConfig
 from framework.preflight.child import Found, in_child
 from framework.preflight.comparison import compare
 from framework.preflight.continuation import Continuation
@@ -50,8 +49,9 @@ def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "war
 _NOT_REHEARSED = ("seed", "name", "run", "logger", "launch", "report", "hydra", "extra")
 
 
-def subject(config: RunConfig) -> str:
+def subject(build: Builder) -> str:
     """Return a hash of what a rehearsal depends on. For an optimizer's and a schedule's numbers, this is whether they are 0."""
+    config = build.config
     kept = {name: value for name, value in config.plain().items() if name not in _NOT_REHEARSED}
     kept |= {"optimizer": _signs(config.optimizer), "scheduler": _signs(config.scheduler)}
     return digest_of(kept | {"processes": config.launch.most_processes})

@@ -11,8 +11,9 @@ from pydantic import ConfigDict
 
 from framework.config.compose import launcher_and_sweeper
 from framework.config.folders import groups, options
+from framework.config.hydra_settings import is_hydras
 from framework.config.identity import flat
-from framework.config.overrides import is_choice, is_hydras, key_of, one_line, parse
+from framework.config.overrides import is_choice, key_of, one_line, parse
 from framework.config.schema import Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems

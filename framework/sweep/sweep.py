@@ -29,9 +29,10 @@ from framework.runtime.problem import Problem
 from framework.runtime.program import program, typed_override
 from framework.runtime.secrets import redact
 from framework.sweep.grid import Grid
-from framework.sweep.jobs import Job, Pool, SlurmPool, problems_of, submit_all
+from framework.sweep.jobs import Job, problems_of
 from framework.sweep.line import Launcher, Multirun, SubmititSlurm, read
 from framework.sweep.picture import draw
+from framework.sweep.pools import Pool, SlurmPool, submit_all
 from framework.sweep.space import Values
 from framework.sweep.workers import Worker
 

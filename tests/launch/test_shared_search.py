@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.sweep.jobs import Job, Pool, SlurmPool
+from framework.sweep.jobs import Job
+from framework.sweep.pools import Pool, SlurmPool
 from tests.harness import Ended, Says, assert_same_bits, begin, end, files_below, finished, typed, wait_for
 from tests.launch.test_search import SEARCH, SPACE, kill_the_command, trials
 from tests.launch.test_slurm import MISSING, cluster  # noqa: F401  # a fixture

@@ -22,9 +22,10 @@ from framework.runs.directory import RunDirectory
 from framework.runs.table import TableRow
 from framework.runtime.lock import Lock
 from framework.runtime.preemption import PREEMPTION
-from framework.sweep.jobs import Job, Pool, exit_code
+from framework.sweep.jobs import Job, exit_code
 from framework.sweep.line import read
 from framework.sweep.picture import draw, panels
+from framework.sweep.pools import Pool
 from framework.sweep.space import Interval
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, slow_but, wait_for

@@ -1,0 +1,38 @@
+"""Hydra's callbacks (`hydra.callbacks`) around a run or a job of a sweep."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra._internal.callbacks import Callbacks
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
+
+from framework.config.compose import with_hydra
+from framework.config.folders import config_name, enter_project
+from framework.runtime.exits import Exit
+
+
+@contextmanager
+def callbacks(overrides: list[str], *, rank: int, is_job: bool) -> Iterator[JobReturn]:
+    """Call `hydra.callbacks` on rank 0 before and after a run: on_run_start, on_job_start, on_job_end, on_run_end.
+
+    The result's `return_value` is the exit code. For a job of a sweep (`is_job`), only the methods of a job are called. As in
+    Hydra, an exception in a method is a warning.
+    """
+    ended = JobReturn(overrides=overrides)
+    if rank or not OmegaConf.select(config := with_hydra(overrides), "hydra.callbacks"):
+        yield ended
+        return
+    enter_project()
+    found = Callbacks(config)
+    if not is_job:
+        found.on_run_start(config=config, config_name=config_name())
+    found.on_job_start(config=config, task_function=lambda config: None)
+    ended.cfg, ended.hydra_cfg = config, OmegaConf.masked_copy(config, "hydra")
+    try:
+        yield ended
+    finally:
+        ended.status = JobStatus.COMPLETED if ended._return_value == Exit.FINISHED else JobStatus.FAILED
+        found.on_job_end(config=config, job_return=ended)
+        if not is_job:
+            found.on_run_end(config=config, config_name=config_name())

@@ -1,0 +1,115 @@
+"""What a user of Hydra is used to: each habit works, or is refused with what to use instead, in files as on the command line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from framework.config.compose import compose_line
+from tests.harness import Ended, Says, typed
+
+LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
+        "global_batch_size=8", "trainer.max_epochs=null", "trainer.max_steps=2", "rehearse=false"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("experiment", "model"):
+        (tmp_path / "conf" / name).mkdir(parents=True)
+    return tmp_path
+
+
+def experiment(folder: Path, text: str) -> str:
+    """Write an experiment; return the word that chooses it."""
+    (folder / "conf" / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    return "experiment=mine"
+
+
+def run(folder: Path, *words: str, **options: Any) -> Ended:
+    return typed(*LINE, *words, directory=folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "remedy"),
+    [
+        ("hydra.run.dir", "hydra: {run: {dir: out}}", "run.root and run.dir"),
+        ("hydra.sweep.subdir", "hydra: {sweep: {subdir: x}}", "run.root and run.dir"),
+        ("hydra.job.chdir", "hydra: {job: {chdir: true}}", "run.dir is where"),
+        ("hydra.job.env_set.A", "hydra: {job: {env_set: {A: b}}}", "in the shell"),
+        ("hydra.output_subdir", "hydra: {output_subdir: records}", "config.yaml"),
+        ("hydra.verbose", "hydra: {verbose: true}", "hydra.verbose=true"),
+        ("hydra/job_logging", "defaults: [override /hydra/job_logging: stdout]", "hydra.verbose=true"),
+    ],
+)
+def test_a_setting_of_hydra_in_a_file_is_refused_as_on_the_command_line(key: str, text: str, remedy: str, folder: Path) -> None:
+    refused = run(folder, experiment(folder, text))
+    assert refused.code == 78
+    assert refused.output == Says(f"{key}: ... in a file of your conf/ ... {remedy} ...")
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("where", ["file", "line"])
+def test_hydra_mode_makes_a_sweep(where: str, folder: Path) -> None:
+    words = [experiment(folder, "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '0,1'}}}")]
+    swept = run(folder, *(words if where == "file" else ["hydra.mode=MULTIRUN", "seed=0,1"]))
+    assert swept.code == 0 and "2 jobs: 2 finished" in swept.output
+
+
+CALLBACK = """from hydra.experimental.callback import Callback
+class Mine(Callback):
+    def __init__(self, file): self.file = file
+    def note(self, *words):
+        with open(self.file, "a") as file: print(*words, file=file)
+    def on_run_start(self, config, **_): self.note("run_start", config.seed)
+    def on_job_start(self, config, **_): self.note("job_start", config.hydra.job.name)
+    def on_job_end(self, config, job_return, **_): self.note("job_end", job_return.status.name)
+    def on_run_end(self, config, **_): self.note("run_end")
+"""
+
+
+@pytest.mark.parametrize("where", ["file", "line"])
+def test_callbacks_are_called_once_around_a_run_on_two_processes(where: str, folder: Path) -> None:
+    (folder / "mine.py").write_text(CALLBACK)
+    node = "{_target_: mine.Mine, file: calls}"
+    in_file = experiment(folder, f"hydra: {{callbacks: {{mine: {node}}}}}")
+    words = [in_file] if where == "file" else [f"+hydra.callbacks.mine={node.replace(': ', ':')}"]
+    ended = run(folder, *words, "seed=3", "parallel=ddp", "launch.nproc_per_node=2")
+    assert ended.code == 0, ended.output
+    assert (folder / "calls").read_text().splitlines() == ["run_start 3", "job_start train", "job_end COMPLETED", "run_end"]
+
+
+def test_callbacks_are_called_around_each_job_of_a_sweep(folder: Path) -> None:
+    (folder / "mine.py").write_text(CALLBACK)
+    word = experiment(folder, "hydra: {callbacks: {mine: {_target_: mine.Mine, file: calls}}}")
+    assert run(folder, "-m", word, "seed=0,1").code == 0
+    assert (folder / "calls").read_text().splitlines() == 2 * ["job_start train", "job_end COMPLETED"]
+
+
+def test_values_of_hydra_resolve(folder: Path) -> None:
+    words = ["hydra.job.name=x", "name=${hydra:job.name}-${hydra:runtime.choices.optimizer}", "optimizer=sgd"]
+    config = compose_line([*LINE, *words, "run.group=${hydra:runtime.output_dir}"]).config["run"]
+    assert config["group"] == config["dir"] == f"runs/x-sgd/{config['id']}"
+    refused = run(folder, "+place=${hydra:runtime.output_dir}")
+    assert refused.code == 78
+    assert refused.output == Says("run.dir: ... (it refers to itself)")
+
+
+def test_an_option_may_be_put_at_a_key_of_the_users_own() -> None:
+    composed = compose_line([*LINE, "+optimizer@teacher=sgd", "+mine.rate=0.5", "optimizer.lr=${mine.rate}"])
+    assert composed.problems == []
+    assert composed.config["extra"]["teacher"]["momentum"] == 0.9
+    assert (composed.config["optimizer"]["lr"], composed.config["extra"]["mine"]) == (0.5, {"rate": 0.5})
+    assert not {"teacher", "mine"} & composed.config.keys()
+
+
+def test_options_of_the_config_store_can_be_chosen(folder: Path) -> None:
+    def store() -> None:
+        node = {"_target_": "models.mlp.MLP", "dim": 7, "num_classes": None, "in_channels": None, "image_size": None}
+        ConfigStore.instance().store(group="model", name="stored", node=node)
+        ConfigStore.instance().store(group="colour", name="red", node={"value": 1})
+
+    ended = run(folder, "model=stored", "+colour=red", before=store)
+    assert ended.code == 0, ended.output
+    assert "dim: 7" in (ended.directory / "config.yaml").read_text()
+    assert run(folder, "model=stored").output == Says("model: no option 'stored' ...")
