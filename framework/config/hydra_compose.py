@@ -96,7 +96,7 @@ def _run_id(_root_: DictConfig) -> str:
 
 def own_keys(config: Mapping[str, Any] | DictConfig) -> list[str]:
     """Return the names below `extra`."""
-    return [str(name) for section, node in config.items() if section == "extra" for name in node or ()]
+    return [str(name) for section in config if section == "extra" for name in config[section] or ()]
 
 
 def own_sections(config: Mapping[str, Any] | DictConfig) -> list[str]:
