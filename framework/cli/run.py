@@ -145,8 +145,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
         from framework.preflight.dry_build import dry_build
 
         may_fork = not Environment.read().is_foreign  # a launcher's library, such as MPI, may not support a fork
-        if mode.about != "machines":
-            draft.add(problems_in_child(partial(dry_build, config)) if may_fork else dry_build(config))
+        draft.add(problems_in_child(partial(dry_build, config)) if may_fork else dry_build(config))
         if mode.about == "run" and not draft.problems and may_fork:
             from framework.build.training import Builder
             from framework.distributed.world import World

@@ -12,7 +12,7 @@ from framework.config.schema import OWN, RunConfig, section_of
 
 # Keys that decide how or where a run is executed, not what it computes. They are not part of its identity.
 EXECUTION = (
-    "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "bench", "report", "hydra", "name",
+    "launch", "logger", "device", "backend", "run", "mode", "eval", "export", "predict", "report", "hydra", "name",
     "rehearse", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.async_save",
     "checkpoint.max_failures", "trainer.profile", "trainer.activation_checkpointing", "trainer.activation_offload",
     "trainer.deterministic", "trainer.channels_last", "model.parts.blocks", "model.parts.tensor_plan", "model.parts.experts",

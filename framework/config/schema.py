@@ -132,10 +132,6 @@ class PredictSection(Section):
     files: str | None
 
 
-class BenchSection(Section):
-    largest_mib: Annotated[int, Field(ge=1, le=1 << 14)]
-
-
 class ReportSection(Section):
     every_s: Annotated[float, Field(gt=0, le=86400)] | None = None
 
@@ -163,7 +159,7 @@ class RunConfig(Section):
     """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
     name: str
-    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow", "bench"]
+    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel"]
     seed: Count
     global_batch_size: Positive
     micro_batch_size: Positive | None
@@ -176,7 +172,6 @@ class RunConfig(Section):
     eval: EvalSection
     export: ExportSection
     predict: PredictSection
-    bench: BenchSection
     report: ReportSection = ReportSection()
     launch: LaunchSection
     device: Literal["auto", "cuda", "cpu"] = "auto"
