@@ -9,7 +9,7 @@ from typing import Any
 
 from framework.cli.run import checked_line
 from framework.cli.run_lines import aligned, command_of, items_of, label_of, metrics_of, section, state_line, told_apart
-from framework.cli.why import patch_of, why
+from framework.cli.why import why
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
@@ -31,29 +31,15 @@ _RUN = "a run's directory, or the beginning of its id"
 def about_runs(command: str, arguments: list[str]) -> int:
     """Run `show`, `diff` or `why` with the arguments after it. Return the exit code."""
     work, count = _COMMANDS[command]
-    keys = ("run.root", "patch") if command == "why" else ("run.root",)
-    values = {key: Path(value) for key, equals, value in (text.partition("=") for text in arguments) if equals and key in keys}
-    given, root = [text for text in arguments if text.partition("=")[0] not in values], values.get("run.root")
+    roots = [text.removeprefix("run.root=") for text in arguments if text.startswith("run.root=")]
+    given = [text for text in arguments if not text.startswith("run.root=")]
     if len(given) != count or any(argument.startswith("-") for argument in given):
-        usage = " ".join(["steadfast", command, *["RUN"] * count, *(f"[{key}=PATH]" for key in keys)])
+        usage = " ".join(["steadfast", command, *["RUN"] * count, "[run.root=PATH]"])
         return print_problems([Problem(command, f"needs {count} run{'s' * (count > 1)}", f"{usage}; RUN is {_RUN}")])
-    found = [find(text, root) for text in given]
+    found = [find(text, Path(roots[-1]) if roots else None) for text in given]
     if problems := [Problem(command, what, _RUN, code=Exit.NO_VALID_CHECKPOINT) for what in found if isinstance(what, str)]:
         return print_problems(problems)
-    paths = [path for path in found if isinstance(path, Path)]
-    print(redact("\n".join(map(printable, work(*paths)))))
-    return _write_patch(paths[0], values["patch"]) if "patch" in values else Exit.FINISHED
-
-
-def _write_patch(run: Path, target: Path) -> int:
-    try:
-        patch = patch_of(run)
-    except ValueError as error:
-        return print_problems([Problem("patch", str(error))])
-    if target.exists():
-        return print_problems([Problem("patch", f"{target} exists already", "a new file")])
-    target.write_bytes(patch)
-    print(f"{target} has the differences from the commit")
+    print(redact("\n".join(map(printable, work(*found)))))
     return Exit.FINISHED
 
 

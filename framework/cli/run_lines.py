@@ -32,23 +32,12 @@ def metrics_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def command_of(start: dict[str, Any]) -> str:
     """Return the command of a start as a user would type it: without the paths of the interpreter and of `steadfast`."""
-    words = command_words(start)
-    return as_typed(words, start) if words else str(start.get("command", ""))
-
-
-def command_words(start: dict[str, Any]) -> list[str]:
-    """Return the words of `command_of`, without the variables. Return an empty list if the command cannot be read."""
     try:
         words = shlex.split(str(start.get("command", "")))
     except ValueError:
-        return []
-    if [os.path.basename(word) for word in words[1:2]] == ["steadfast"]:
-        return ["steadfast", *words[2:]]
-    return [os.path.basename(word) for word in words[:1]] + words[1:]
-
-
-def as_typed(words: Iterable[str], start: dict[str, Any]) -> str:
-    """Return these words as a user would type them, after the variables of a start's command."""
+        return str(start.get("command", ""))
+    is_installed = [os.path.basename(word) for word in words[1:2]] == ["steadfast"]
+    words = ["steadfast", *words[2:]] if is_installed else [os.path.basename(word) for word in words[:1]] + words[1:]
     variables = start.get("environment")
     before = [f"{name}={shlex.quote(str(value))} " for name, value in variables.items()] if isinstance(variables, dict) else []
     return "".join(before) + shlex.join(words)
