@@ -133,7 +133,6 @@ _COMMANDS = {  # imported when they are used: a run needs none of them
     "init": "framework.main.init",
     "adopt": "framework.cli.adopt.adopt",
     "convert": "framework.cli.convert.convert",
-    "draw": "framework.cli.draw.draw_plan",
     "show": "framework.cli.about_runs.show",
     "diff": "framework.cli.about_runs.diff",
     "why": "framework.cli.about_runs.trace",
