@@ -131,7 +131,6 @@ def init(arguments: list[str]) -> int:
 
 _COMMANDS = {  # imported when they are used: a run needs none of them
     "init": "framework.main.init",
-    "adopt": "framework.cli.adopt.adopt",
     "convert": "framework.cli.convert.convert",
     "show": "framework.cli.about_runs.show",
     "diff": "framework.cli.about_runs.diff",
