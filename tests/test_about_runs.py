@@ -53,8 +53,8 @@ def test_a_run_is_shown_with_what_it_was_asked_and_what_it_found(root: Path) -> 
     summary = json.loads((run_called(root, "lr") / "summary.json").read_text())
     accuracy = summary["metrics"]["test"]["last"]["accuracy"]
     assert re.search(r"optimizer\.lr +0\.03\n", ended.output)
-    assert re.search(rf"test last .* accuracy {accuracy:.4f}", ended.output)
-    assert f"step        {summary['step']} of {summary['total_steps']}" in ended.output
+    assert re.search(rf"test  +loss .* accuracy {accuracy:.4f}", ended.output)
+    assert re.search(rf"step +{summary['step']} of {summary['total_steps']}\n", ended.output)
     assert "optimizer.weight_decay" not in ended.output  # a default
 
 

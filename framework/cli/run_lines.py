@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import in_digits, is_curve
-from framework.runs.report import number
 
 _MOST_LINES = 40  # per list
 _WIDEST, _BEFORE = 60, 20  # characters of a cut text, and how many of them may be before the first difference
@@ -17,17 +15,6 @@ _WIDEST, _BEFORE = 60, 20  # characters of a cut text, and how many of them may 
 def state_line(directory: RunDirectory) -> str:
     error = directory.read_summary().get("error")
     return directory.state + (f": {' '.join(str(error).split())}" if error else "")
-
-
-def metrics_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = []
-    for split, kinds in summary.get("metrics", {}).items():
-        for kind in ("last", "best"):
-            row = kinds.get(kind, {})
-            if kind == "last" or split == "val":
-                numbers = "  ".join(f"{name} {in_digits(number(value))}" for name, value in row.items() if is_curve(name))
-                lines.append((f"{split} {kind}", f"step {row.get('step')}  {numbers}"))
-    return lines
 
 
 def command_of(start: dict[str, Any]) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from framework.cli.run_lines import aligned, command_of, items_of, label_of, metrics_of, state_line
+from framework.cli.run_lines import aligned, command_of, items_of, label_of, state_line
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
+from framework.runs.facts import result
 from framework.runs.lineage import Ancestor, lineage
 from framework.runtime.files import checksum
 
@@ -16,7 +17,7 @@ def why(path: Path) -> list[str]:
     found, directory = lineage(path), RunDirectory(path)
     lines = [
         f"{label_of(path)}: {state_line(directory)}",
-        *aligned(pair for pair in metrics_of(directory.read_summary()) if not pair[0].startswith("train")),
+        *aligned(pair for pair in result(directory, root="") if pair[0] in ("best", "val", "test")),
     ]
     if directory.weights.is_file():
         whole = directory.has_whole_weights
@@ -45,10 +46,10 @@ def _ancestor(ancestor: Ancestor) -> Iterable[str]:
         yield "there is no record of its starts (provenance.json)"
     earlier: dict[str, str] = {}
     for start in ancestor.starts:
-        line = {"job": start["line"]} if "line" in start else {}  # the overrides of one run of a sweep
+        typed, line = command_of(start), str(start.get("line", ""))
         facts = {
-            "command": command_of(start),
-            **line,
+            "command": typed,
+            **({} if line in typed else {"job": line}),  # the overrides of one run of a sweep
             "in": f"{start.get('host')}:{start.get('directory')}",
             "code": _code(start),
         }
