@@ -132,9 +132,7 @@ def init(arguments: list[str]) -> int:
 
 _COMMANDS = {  # imported when they are used: a run needs none of them
     "init": "framework.main.init",
-    "adopt": "framework.cli.adopt.adopt",
     "convert": "framework.cli.convert.convert",
-    "draw": "framework.cli.draw.draw_plan",
     "schema": "framework.config.generate.print_schema",
     "show": "framework.cli.about_runs.show",
     "diff": "framework.cli.about_runs.diff",

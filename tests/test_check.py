@@ -101,9 +101,9 @@ def test_a_model_that_reads_numbers_has_parameters_only() -> None:
     assert row["parameters"] == 18 and row["shape"] == "" and row["flops"] is None
 
 
-@pytest.mark.parametrize(("columns", "num_columns"), [(120, 5), (80, 5), (60, 3), (40, 3)])
-def test_the_table_of_a_model_loses_columns_and_no_digits_on_a_narrow_terminal(
-    columns: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", [120, 80, 60, 40])
+def test_the_table_of_a_model_folds_names_and_no_numbers_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     file = io.StringIO()
@@ -112,6 +112,6 @@ def test_the_table_of_a_model_loses_columns_and_no_digits_on_a_narrow_terminal(
     layer = {"name": "vit.encoder.layer.0", "kind": "ViTLayer", "count": 2, "shape": "(2, 17, 32)"}
     sizes = {"parameters": 184_000, "trained": 184_000, "flops": 184e3}
     print_summary([whole | sizes, layer | sizes], file=file)
-    header, *lines = file.getvalue().splitlines()
-    assert len(header.split()) == num_columns and max(map(len, lines)) <= columns
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
     assert any("2 x 184,000" in line and line.rstrip().endswith("2 x 184k") for line in lines), lines

@@ -83,7 +83,7 @@ def test_what_names_a_run_does_not_change_with_the_time_or_by_chance(key: str) -
 
 
 @pytest.mark.parametrize("override", [
-    "run.group=${now:%f}", "logger.csv.name=${now:%f}", "name=${oc.env:HOME}", "+tag=${now:fixed}", "name=${run_id:}",
+    "run.group=${now:%f}", "logger.mine.name=${now:%f}", "name=${oc.env:HOME}", "+tag=${now:fixed}", "name=${run_id:}",
 ])  # fmt: skip
 def test_a_value_that_stays_or_does_not_name_the_run_may_be_resolved(override: str) -> None:
     assert compose_line([override]).problems == []

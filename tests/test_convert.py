@@ -2,9 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from framework.cli import convert
 from tests.harness import Says, finished, typed
-from tests.test_layout import ROOT
 
 NET = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 STATE = {name: value.clone() for name, value in NET.state_dict().items()}
@@ -123,15 +118,6 @@ def whole_module(path: Path) -> None:
     torch.save(Own(), path)
 
 
-def compressed(path: Path) -> None:
-    torch.save({"weight": torch.zeros(1 << 20)}, path)
-    with zipfile.ZipFile(path) as archive:
-        content = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
-
-
 def expanded(path: Path) -> None:
     torch.save({"weight": torch.zeros(1).expand(1 << 40)}, path)
 
@@ -156,13 +142,15 @@ def truncated(path: Path) -> None:
         (old_and_hostile, "needs more than weights: posix.system nothing was"),
         (bare_pickle, "needs more than weights: posix.system nothing was"),
         (whole_module, "needs more than weights: Own torch.save() its state_dict()"),
-        (compressed, "is an archive that would unpack to 4,19"),
-        (expanded, "takes more memory than a file of"),
+        (expanded, "has weight, which has more values than the file"),
         (script, "is a TorchScript program"),
         (text, "is not a file of torch.save, or is damaged"),
         (truncated, "is not a file of torch.save, or is damaged"),
         (lambda path: torch.save([torch.zeros(2)], path), "has no named tensors"),
-        (lambda path: torch.save({"a": torch.zeros(2).to_sparse()}, path), "has a, which is torch.sparse_coo"),
+        (
+            lambda path: torch.save({"a": torch.zeros(2).to_sparse()}, path),
+            "has a, which is torch.sparse_coo, quantized or without storage",
+        ),
         (lambda path: None, "cannot be read (No such file or directory)"),
         (lambda path: path.mkdir(), "is a directory instead of a file"),
     ],
@@ -191,31 +179,3 @@ def test_a_wrong_line_is_refused(words: list[str], said: str, tmp_path: Path) ->
     torch.save(STATE, tmp_path / "a.pth")
     ended = typed("convert", *words, directory=tmp_path)
     assert ended.code == 78 and ended.output == Says(f"convert: {said}")
-
-
-def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
-    def hang() -> None:
-        convert._TIME_S = (0.5, 0.0)
-        convert._converted = lambda path, out, size: (
-            out.with_name(f".{out.name}.{os.getpid()}").touch() or __import__("time").sleep(60)
-        )
-
-    torch.save(STATE, tmp_path / "theirs.pth")
-    ended = typed("convert", "theirs.pth", directory=tmp_path, before=hang)
-    assert ended.code == 1 and "took more than 0 s" in ended.output
-    assert {path.name for path in tmp_path.iterdir()} == {"theirs.pth", "runs.output"}
-
-
-@pytest.mark.slow
-def test_the_commands_own_process_never_imports_torch(tmp_path: Path) -> None:
-    torch.save(STATE, tmp_path / "theirs.pth")
-    program = "import sys; from framework.main import main; code = main(['convert', 'theirs.pth']); sys.exit(code or 3 * ('torch' in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("theirs.safetensors: 9 tensors")

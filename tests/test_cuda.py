@@ -20,7 +20,6 @@ from framework.data.order import Order
 from framework.data.to_device import ToDevice
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
-from framework.modes import bench
 from framework.modules.float8 import float8_fault
 from framework.modules.recomputation import offload_activations, recompute_activations
 from framework.runtime.environment import Environment
@@ -217,7 +216,6 @@ def answers_of_rank(rank: int, num_ranks: int, folder: str, line: list[str], dev
     place = Environment(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks)
     world = World.start(place, backend="auto", device=device, timeout_s=60.0, scratch=Path(folder))
     with tempfile.TemporaryDirectory() as own:
-        bench._repeat(lambda: None, 1, world=world)
         trainer = Builder(compose(*RUN, *line, f"run.dir={own}/run"), world=world).trainer()
         step, following = trainer.begin()
         for _ in range(2):

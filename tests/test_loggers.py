@@ -1,6 +1,5 @@
 """The sinks say what metrics.jsonl says, once, also after interruptions; one that fails does not end the run."""
 
-import csv
 import io
 import json
 import os
@@ -307,18 +306,6 @@ def test_the_jobs_of_a_sweep_make_one_database_at_when(tmp_path: Path) -> None:
     client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
     held = client.search_runs([client.get_experiment_by_name("steadfast").experiment_id])
     assert sorted(run.data.params["seed"] for run in held) == ["0", "1", "2"]
-
-
-def test_csv_files_hold_the_rows_of_metrics_jsonl_after_a_kill(tmp_path: Path) -> None:
-    line = [*RUN, "logger=csv"]
-    assert command(*line, root=tmp_path / "runs", before=after_step(10, crash)).code == -signal.SIGKILL
-    run = finished(*line, root=tmp_path / "runs")
-    for split in ("train", "val", "test"):
-        with open(run.directory / "csv" / f"{split}.csv", newline="") as file:
-            rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-        expected = [{name: value for name, value in row.items() if name != "split" and value is not None}
-                    for row in run.rows if row["split"] == split]  # fmt: skip
-        assert rows == expected and rows, split
 
 
 def test_tensorboard_shows_the_first_training_images_when(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
         "conf/model/cnn.yaml",
         "project/mynet.py",
         "data/digits.csv.gz",
-        "runs/page/7_page.js",
+        "runs/page/uPlot.LICENSE",
         "../extras/local_sgd/diloco.py",
         "../extras/mpi/conf/launchers/mpirun.yaml",
     ):

@@ -15,7 +15,7 @@ from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, layouts
 from tests.test_turns import TURNS
 
 RUN = ["precision=fp64", "global_batch_size=7", "micro_batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=6",
-       "trainer.log_every=1", "trainer.eval_every=3", "trainer.clip_grad_norm=0.5", "checkpoint.every=null", "logger=csv",
+       "trainer.log_every=1", "trainer.eval_every=3", "trainer.clip_grad_norm=0.5", "checkpoint.every=null",
        "dataset=synthetic", "dataset.num_train=33", "dataset.num_val=9", "dataset.num_test=8"]  # fmt: skip
 TOKENS = [*RUN, "dataset.kind=tokens", "task=language_modeling", "dataset.seq_len=8", "dataset.vocab_size=12"]
 SMALL = ["model.dim=8", "model.num_layers=2", "model.num_heads=2"]

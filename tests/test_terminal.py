@@ -1,6 +1,7 @@
 """What a terminal shows of a run, at any width, and what a file gets of it instead; mode=status and --help in a terminal."""
 
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -8,26 +9,26 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console as RichConsole
 
 from framework.config.help import help_text
 from framework.launch import cores
 from framework.loggers import console
-from framework.loggers.evaluation_table import EvaluationTable
-from framework.loggers.live_line import LiveLine, brief, clock, fitted
 from framework.loggers.sink import RunInfo
+from framework.loggers.terminal import Terminal
 from framework.runs.metrics_file import in_digits
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, command, finished, typed
-from tests.terminal import TRAIN, Shown, on_terminal, resize, show
+from tests.terminal import TRAIN, Shown, on_terminal, show
 from tests.test_loggers import DDP, RUN
 from tests.test_resume import after_step, preempt
 
 WIDTHS = [60, 80, 120]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-TIMES = r"\d+:\d\d(?: elapsed)?(?:<|  eta )\d+:\d\d"
 
 
 def run_info(
@@ -37,9 +38,9 @@ def run_info(
 
 
 def live_lines(shown: Shown) -> list[str]:
-    """Return every state of the live line that the terminal got."""
-    parts = re.split(r"\r\n|\r\x1b\[2K|\r", shown.received.decode())
-    return [text for part in parts if "━" in (text := ESCAPES.sub("", part))]
+    """Return every first row of the live line that the terminal got."""
+    parts = re.split(r"\r\n|\r\x1b\[2K|\r|\n", shown.received.decode())
+    return [text for part in parts if "━" in (text := ESCAPES.sub("", part)) and "eta" in text]
 
 
 # --- the live line
@@ -79,92 +80,31 @@ class Net(nn.Sequential):
 """
 
 
-def forms(*, total_steps: int, metric: str = "accuracy", loss: float = 2.13642) -> dict[str, tuple[str, ...]]:
-    line = LiveLine(run_info(total_steps=total_steps))
-    line.update(
-        {"step": 120, "split": "train", "loss": loss, metric: 0.42191, "top5": 0.93, "lr": 1e-3, "samples_per_s": 3793.2}
-    )
-    return {name: tuple(texts) for name, texts in line._forms().items()}
-
-
-@pytest.mark.parametrize(("total_steps", "metric", "loss"), [(800, "accuracy", 2.1), (12_345_678, "balanced_accuracy", 1e-9)])
-def test_it_fits_at_every_width_and_no_field_is_cut(total_steps: int, metric: str, loss: float) -> None:
-    every = forms(total_steps=total_steps, metric=metric, loss=loss)
-    counts = []
-    for width in range(10, 240):
-        bar, words = fitted(every, width=width)
-        assert bar + bool(bar) + len(words) <= max(width, len(every["step"][-1])), (width, bar, words)
-        shown = [field for field, texts in every.items() if any(text and text in words for text in texts)]
-        kept = [text for field in shown for text in sorted(every[field], key=len, reverse=True) if text and text in words]
-        assert all(word in " ".join(kept) for word in words.split()), (width, words, kept)
-        counts.append(len(shown) + bool(bar))
-    assert all(few <= many for few, many in pairwise(counts)), "a wider terminal shows no less"
-
-
-def test_at_60_columns_it_has_everything() -> None:
-    bar, words = fitted(forms(total_steps=800), width=59)
-    assert bar >= 6 and re.fullmatch(r"120/800 loss 2\.14 accuracy 0\.422 3\.79k/s \d:\d\d<\d:\d\d", words), words
-
-
-def test_what_is_least_important_goes_first() -> None:
-    gone = []
-    for width in range(240, 10, -1):
-        bar, words = fitted(forms(total_steps=800), width=width)
-        there = {"top5": "top5" in words, "lr": "lr" in words, "elapsed": "elapsed" in words or "<" in words or "  eta" in words,
-                 "metric": "accuracy" in words, "bar": bar > 0, "speed": "/s" in words, "loss": "loss" in words}  # fmt: skip
-        gone += [name for name, is_there in there.items() if not is_there and name not in gone]
-    assert gone == ["top5", "lr", "elapsed", "metric", "bar", "speed", "loss"]
-
-
-def test_numbers_are_short_and_never_nothing() -> None:
-    assert [in_digits(x) for x in (0.5, 12.34567, 0.0, 1e-5, 2.5e7, -0.25)] == [
-        "0.5000",
-        "12.3457",
-        "0.0000",
-        "1.00e-05",
-        "2.50e+07",
-        "-0.2500",
-    ]
-    assert [brief(x) for x in (0.5, 12.34567, 0.0, 1e-5, 2.5e7)] == ["0.500", "12.35", "0.000", "1.0e-05", "2.5e+07"]
-    assert [clock(x) for x in (7, 754, 3723, 2 * 86400 + 11045)] == ["0:07", "12:34", "1:02:03", "2 days, 3:04:05"]
-
-
 @pytest.mark.parametrize(("columns", "strategy"), [(60, []), (80, DDP), (120, [])], ids=["60", "80, two processes", "120"])
 def test_a_terminal_shows_it_below_the_evaluations_and_then_no_more(columns: int, strategy: list[str], tmp_path: Path) -> None:
     run, shown = on_terminal(*RUN, *strategy, root=tmp_path / "runs", columns=columns)
     assert run.code == 0, shown.lines
     drawn = live_lines(shown)
-    assert drawn and max(map(len, drawn)) < columns
-    rows = [row for row in run.rows if row["split"] == "train"]
-    losses = {text for row in rows for text in (f"loss {in_digits(row['loss'])}", f"loss {brief(row['loss'])}")}
+    assert drawn and max(map(len, drawn)) <= columns
+    losses = {in_digits(row["loss"]) for row in run.rows if row["split"] == "train"}
     with_row = [text for text in drawn if "loss" in text]
     assert with_row
     for text in with_row:
-        assert re.search(r"━{6,} (step )?\d+/16 +loss", text) and re.search(TIMES, text) and "samples/s" in text or "/s" in text
-        assert re.search(r"loss \S+", text)[0] in losses, text
+        assert re.search(r"[━╺╸]{10} \d+/16 loss ", text) and re.search(r"\d:\d\d:\d\d eta [-\d]", text), text
+        assert re.search(r"loss (\S+)", text)[1] in losses, text
     assert not any("━" in text or "eta" in text for text in shown.lines), "it goes without a trace"
     evaluations = [text.split() for text in shown.lines if re.match(r" +\d+  (val|test) ", text)]
     assert [(int(step), split) for step, split, *_ in evaluations] == [
         (row["step"], row["split"]) for row in run.rows if row["split"] != "train"
     ]
-    assert [text for text in shown.lines if text.startswith("step  split")] == [
-        "step  split        loss     accuracy         top5"
-    ]
+    (header,) = [text for text in shown.lines if text.startswith("step  split")]
+    assert header.split() == ["step", "split", "loss", "accuracy", "top5"]
     text = shown.received.decode()
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     after = ESCAPES.sub("", text[text.index("finished: ") :]).replace("\r", "")
     assert "━" not in after and all(line.startswith("  ") for line in after.splitlines()[1:]), "nothing stale after it"
     logged = (run.directory / "train.log").read_text()
     assert len(re.findall(r"INFO step \d+/16  (?:val|test)  loss ", logged)) == len(evaluations), "the log has plain lines"
-
-
-def test_it_follows_the_terminals_width(tmp_path: Path) -> None:
-    run, shown = on_terminal(*RUN, root=tmp_path / "runs", columns=120, before=after_step(9, lambda: resize(2, columns=50)))
-    assert run.code == 0, shown.lines
-    before, _, after = shown.received.decode().partition("  10  val ")
-    wide = [len(text) for text in live_lines(Shown(120, received=before.encode()))]
-    narrow = [len(text) for text in live_lines(Shown(120, received=after.encode()))]
-    assert max(wide) > 100 and narrow and max(narrow) < 50, (wide, narrow)
 
 
 def test_a_terminal_gets_its_cursor_back_after_an_error(tmp_path: Path) -> None:
@@ -195,50 +135,39 @@ def test_a_signal_is_said_in_its_place(strategy: list[str], tmp_path: Path) -> N
 # --- the table of evaluations
 
 
+def printed(*rows: dict[str, Any], width: int = 80, **info: Any) -> list[str]:
+    """Return the lines that the rows of evaluations leave on a terminal."""
+    text = io.StringIO()
+    shown = Terminal(RichConsole(file=text, width=width), run_info(**info))
+    for row in rows:
+        shown.add_row(row)
+    shown.close()
+    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip() and "eta" not in line]
+
+
 def test_a_star_marks_the_best_of_the_monitor_so_far() -> None:
-    table = EvaluationTable(run_info(monitor="val/accuracy", direction="max", best=0.5))
     values = [0.4, 0.7, 0.6, 0.8]
     rows = [{"step": step, "split": "val", "loss": 1.0, "top5": 0.9, "accuracy": value} for step, value in enumerate(values)]
-    header, *lines = [text for row in rows for text in table.lines(row, width=80)]
+    test = {"step": 9, "split": "test", "loss": 0.1, "top5": 0.9, "accuracy": 0.99}
+    header, *lines = printed(*rows, test, monitor="val/accuracy", direction="max", best=0.5)
     assert header.split() == ["step", "split", "loss", "accuracy", "top5"], "the monitored metric comes first after the loss"
-    assert [text.split()[3] for text in lines] == ["0.4000", "0.7000*", "0.6000", "0.8000*"]
-    assert "*" not in "".join(table.lines({"step": 9, "split": "test", "loss": 0.1, "top5": 0.9, "accuracy": 0.99}, width=80))
+    assert [text.split()[3] for text in lines] == ["0.4000", "*0.7000", "0.6000", "*0.8000", "0.9900"]
 
 
 def test_a_value_that_is_not_finite_is_nan_everywhere() -> None:
     row = {"step": 4, "split": "train", "loss": None, "accuracy": None}
-    assert EvaluationTable(run_info()).lines(row | {"split": "val"}, width=80)[1].split() == ["4", "val", "nan", "nan"]
+    assert printed(row | {"split": "val"})[1].split() == ["4", "val", "nan", "nan"]
     assert console._numbers(row) == "loss nan  accuracy nan"
-    line = LiveLine(run_info())
-    line.update(row)
-    forms = line._forms()
-    assert (forms["loss"][0], forms["metric"][1]) == ("loss nan", "accuracy nan")
-
-
-@pytest.mark.parametrize("width", [50, 61, 80])
-def test_letters_that_need_two_columns_are_counted_as_two(width: int) -> None:
-    name, row = "精度のとても長い名前", {"step": 4, "split": "val", "loss": 1.0, "mae": 2.0}
-    lines = EvaluationTable(run_info()).lines({**row, name: 3.0, "late": 4.0}, width=width)
-    assert max(map(cell_len, lines)) <= width and (name in lines[0]) == (width > 60)
-    for column, number in {"loss": "1.0000", "mae": "2.0000", name: "3.0000", "late": "4.0000"}.items():
-        if column in lines[0]:
-            assert cell_len(lines[0][: lines[0].index(column)] + column) == lines[1].index(number) + len(number)
-    line = LiveLine(run_info())
-    line.update({"step": 1, "split": "train", "loss": 1.0, name: 2.0, "samples_per_s": 10.0})
-    bar, words = fitted(line._forms(), width=width)
-    assert bar + (bar > 0) + cell_len(words) <= width
 
 
 def test_columns_are_aligned_and_the_header_comes_again_only_with_others() -> None:
-    table = EvaluationTable(run_info())
-    row = {"step": 100, "split": "val", "loss": 12345.678901, "accuracy": 0.5, "a_metric_with_a_long_name": 1e-7}
-    first, second = table.lines(row, width=80), table.lines(row | {"step": 200}, width=80)
-    assert (len(first), len(second)) == (2, 1)
-    ends = [[match.end() for match in re.finditer(r"[^\s*]+", text)] for text in (*first, *second)]
+    row = {"step": 100, "split": "val", "loss": 12345.678901, "accuracy": 0.5, "精度のとても長い名前": 1e-7}
+    lines = printed(row, row | {"step": 200}, row | {"step": 300, "late": 1.0}, total_steps=12_345_678)
+    assert [line.split()[0] for line in lines] == ["step", "100", "200", "step", "300"]
+    ends = [[cell_len(text[: match.end()]) for match in re.finditer(r"[^\s*]+", text)] for text in lines[:3]]
     assert ends[0][2:] == ends[1][2:] == ends[2][2:]
-    narrow = table.lines(row, width=45)
-    assert len(narrow) == 2 and narrow[0].split() == ["step", "split", "loss", "accuracy"] and max(map(len, narrow)) <= 45
-    assert len(table.lines(row, width=45)) == 1
+    narrow = printed(row, width=40)
+    assert narrow[0].split() == ["step", "split", "loss", "accuracy"] and max(map(cell_len, narrow)) <= 40
 
 
 # --- what a run says at its start and its end

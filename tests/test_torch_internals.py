@@ -111,14 +111,6 @@ def test_the_groups_of_a_mesh_take_this_time_out(monkeypatch: pytest.MonkeyPatch
     assert distributed_c10d.default_pg_timeout == timedelta(seconds=7)
 
 
-def test_tensors_are_gathered_into_one(alone: dist.ProcessGroup) -> None:
-    gathered = torch.empty(2)
-    ours.all_gather_single(gathered, torch.tensor([1.0, 2.0]), group=alone)
-    assert gathered.tolist() == [1.0, 2.0]
-    ours.reduce_scatter_single(gathered, torch.tensor([3.0, 4.0]), group=alone)
-    assert gathered.tolist() == [3.0, 4.0]
-
-
 def test_ddp_leaves_buffers_and_gradients_alone_when_asked(alone: dist.ProcessGroup) -> None:
     wrapper = DistributedDataParallel(nn.BatchNorm1d(2), **ours.without_buffer_sync())
     ours.set_gradient_sync(wrapper, False)

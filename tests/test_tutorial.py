@@ -15,7 +15,6 @@ from tests.test_extend import steadfast
 TUTORIAL, MIGRATION = WALKED = "docs/tutorial.md", "docs/migration.md"
 NAMED = r"(?:# @package \S+\n)?# (\S+)\n"  # the head of a block that is a file, word by word
 SHORTER = ["trainer.max_epochs=2", "trainer.eval_every=16"]
-STRATEGIES = ["context", "ddp", "dp", "fsdp", "single"]  # the two that the page shows, and others that are quick
 
 
 def steps(text: str) -> list[Path | str]:
@@ -40,8 +39,7 @@ def test_the_page_has_files_and_commands_of_every_step() -> None:
 
 
 @pytest.mark.timeout(900)  # beside others
-def test_the_tutorial_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framework.cli.adopt.options", lambda group: STRATEGIES)
+def test_the_tutorial_word_by_word(tmp_path: Path) -> None:
     follow(TUTORIAL, tmp_path, "rehearse=false")  # `adopt` rehearses the model
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert len([*tmp_path.glob("runs/paper/*/model.safetensors")]) == 18
@@ -98,6 +96,7 @@ def give(command: Command, folder: Path, *more: str) -> None:
         done = subprocess.run(command.line, shell=True, cwd=folder, text=True, env=steadfast(folder / ".bin") | {"PYTHONPATH": f"{ROOT}:{MACHINE}"},
                               capture_output=True, check=False)  # fmt: skip
         assert done.returncode == 0, done.stderr
+        assert command.promises(done.stdout), f"{command}\n{done.stdout}"
         return
     assert program == "steadfast"
     is_training = not command.shown and "mode=" not in command.line

@@ -1,4 +1,4 @@
-"""Take the pictures of docs/reports.md: real runs, in headless Chromium, wide and narrow, light and dark.
+"""Take the pictures of docs/reports.md: real runs, in headless Chromium, light and dark.
 
     python docs/pictures/report.py [ROOT]     ROOT: an existing folder of runs; without it a small sweep is run first
 
@@ -28,15 +28,13 @@ FAILING = [
     "trainer.eval_every=10",
     "rehearse=false",
 ]  # its loss is soon not finite
-HEIGHTS = {1400: 1000, 800: 1250}
 
 
-def take(page: Path, target: Path, *, width: int, height: int, scheme: str, state: dict[str, Any], show: str = "body") -> None:
-    """Take one picture; `show` is the selector of what is to be at its top."""
-    driver = browser(width=width, height=height, scheme=scheme)
+def take(page: Path, target: Path, *, scheme: str, state: dict[str, Any]) -> None:
+    driver = browser(width=1400, height=1000, scheme=scheme)
     try:
         driver.get(f"{page.as_uri()}#{urllib.parse.quote(json.dumps(state))}")
-        driver.execute_script("document.querySelector(arguments[0]).scrollIntoView()", show)
+        driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0])))")
         picture = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
     finally:
         driver.quit()
@@ -51,14 +49,8 @@ def main(given: list[str]) -> None:
             command = [sys.executable, f"{ROOT}/train.py", *line, f"run.root={root.name}"]
             subprocess.run(command, cwd=root.parent, check=line is not FAILING)
         page = root / "report.html"
-        labels = sorted(f"{path.parent.parent.name}/{path.parent.name}" for path in root.glob("*/*/config.yaml"))
-        for width, height in HEIGHTS.items():
-            for scheme in ("light", "dark"):
-                target = HERE / f"report_{width}_{scheme}.png"
-                state = {} if scheme == "light" else {"group": "seed"}
-                take(page, target, width=width, height=height, scheme=scheme, state=state)
-        take(page, HERE / "report_two_runs.png", width=1000, height=880, scheme="light", state={"chosen": labels[:2]})
-        take(page, HERE / "report_parallel.png", width=1000, height=320, scheme="light", state={}, show="#parallel")
+        for scheme, state in (("light", {}), ("dark", {"group": "seed"})):
+            take(page, HERE / f"report_1400_{scheme}.png", scheme=scheme, state=state)
 
 
 if __name__ == "__main__":

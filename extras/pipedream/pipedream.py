@@ -24,11 +24,9 @@ from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.passes import Pipeline
 from framework.parallel.pipelining.schedules import Balance
 from framework.parallel.pipelining.sent import SendDtype
-from framework.parallel.pipelining.timetable import Action
 from framework.runtime.log import LOGGER
 
 DRAIN_EVERY = 50  # steps; the default
-_MOST_STEPS = 200  # the most steps in a planned order
 
 
 def pipedream(
@@ -58,33 +56,6 @@ def exact_options(**options: object) -> None:
 def num_due(num_under_way: int, *, delay: int, is_drained: bool) -> int:
     """Return how many batches a stage runs backward in a step, oldest first, of those with only a forward pass so far."""
     return max(0, num_under_way - (0 if is_drained else delay))
-
-
-def order_of_steps(num_steps: int, *, num_ranks: int, num_micro_batches: int, drain_every: int) -> dict[int, list[Action]]:
-    """Return the actions of each process in the first steps, in order; micro-batch numbers continue over all steps."""
-    order: dict[int, list[Action]] = {}
-    for rank in range(num_ranks):
-        row, under_way = list[Action](), deque[range]()
-        for step in range(num_steps):
-            batch = range(step * num_micro_batches, (step + 1) * num_micro_batches)
-            under_way.append(batch)
-            row += [("FORWARD", rank, number) for number in batch]
-            is_drained = (step + 1) % drain_every == 0 or step + 1 == num_steps
-            for _ in range(num_due(len(under_way), delay=num_ranks - 1 - rank, is_drained=is_drained)):
-                row += [("FULL_BACKWARD", rank, number) for number in under_way.popleft()]
-        order[rank] = row
-    return order
-
-
-def planned_order(
-    *, num_ranks: int, num_micro_batches: int, drain_every: int | None = None, **others: object
-) -> tuple[dict[int, list[Action]], str]:
-    """Return the actions of each process until the pipeline is empty, and a text about them, for `steadfast draw pipeline`."""
-    every = drain_every or DRAIN_EVERY
-    num_steps = min(every, _MOST_STEPS)
-    order = order_of_steps(num_steps, num_ranks=num_ranks, num_micro_batches=num_micro_batches, drain_every=every)
-    until = "then the pipeline is empty" if num_steps == every else f"drawn as if it were empty after them, not after {every}"
-    return order, f"PipeDream: {num_steps} steps, {until}; the numbers of micro-batches continue over the steps"
 
 
 @dataclass(eq=False)

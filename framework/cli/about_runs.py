@@ -1,15 +1,14 @@
 """`steadfast show RUN`, `diff RUN RUN`, `why RUN`: the facts of a run, the differences of two, and the origin of a number."""
 
 import math
-import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from framework.cli.run import checked_line
-from framework.cli.run_lines import aligned, command_of, items_of, label_of, metrics_of, section, state_line, told_apart
-from framework.cli.why import patch_of, why
+from framework.cli.run_lines import aligned, command_of, items_of, label_of, section, state_line, told_apart
+from framework.cli.why import why
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
@@ -17,12 +16,12 @@ from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
+from framework.runs.facts import result
 from framework.runs.metrics_file import last_rows
 from framework.runs.report import find_runs, number, printable
 from framework.runs.settings import execution_of, settings_of
 from framework.runtime.exits import Exit
 from framework.runtime.problem import Problem
-from framework.runtime.program import typed_override
 from framework.runtime.secrets import redact
 
 _RUN = "a run's directory, or the beginning of its id"
@@ -31,29 +30,15 @@ _RUN = "a run's directory, or the beginning of its id"
 def about_runs(command: str, arguments: list[str]) -> int:
     """Run `show`, `diff` or `why` with the arguments after it. Return the exit code."""
     work, count = _COMMANDS[command]
-    keys = ("run.root", "patch") if command == "why" else ("run.root",)
-    values = {key: Path(value) for key, equals, value in (text.partition("=") for text in arguments) if equals and key in keys}
-    given, root = [text for text in arguments if text.partition("=")[0] not in values], values.get("run.root")
+    roots = [text.removeprefix("run.root=") for text in arguments if text.startswith("run.root=")]
+    given = [text for text in arguments if not text.startswith("run.root=")]
     if len(given) != count or any(argument.startswith("-") for argument in given):
-        usage = " ".join(["steadfast", command, *["RUN"] * count, *(f"[{key}=PATH]" for key in keys)])
+        usage = " ".join(["steadfast", command, *["RUN"] * count, "[run.root=PATH]"])
         return print_problems([Problem(command, f"needs {count} run{'s' * (count > 1)}", f"{usage}; RUN is {_RUN}")])
-    found = [find(text, root) for text in given]
+    found = [find(text, Path(roots[-1]) if roots else None) for text in given]
     if problems := [Problem(command, what, _RUN, code=Exit.NO_VALID_CHECKPOINT) for what in found if isinstance(what, str)]:
         return print_problems(problems)
-    paths = [path for path in found if isinstance(path, Path)]
-    print(redact("\n".join(map(printable, work(*paths)))))
-    return _write_patch(paths[0], values["patch"]) if "patch" in values else Exit.FINISHED
-
-
-def _write_patch(run: Path, target: Path) -> int:
-    try:
-        patch = patch_of(run)
-    except ValueError as error:
-        return print_problems([Problem("patch", str(error))])
-    if target.exists():
-        return print_problems([Problem("patch", f"{target} exists already", "a new file")])
-    target.write_bytes(patch)
-    print(f"{target} has the differences from the commit")
+    print(redact("\n".join(map(printable, work(*found)))))
     return Exit.FINISHED
 
 
@@ -74,48 +59,31 @@ def find(text: str, root: Path | None) -> Path | str:
 
 
 def _show(path: Path) -> list[str]:
-    directory = RunDirectory(path)
-    summary, start = directory.read_summary(), compare.latest_start(path)
-    lines = [
-        f"{label_of(path)}: {state_line(directory)}",
-        *aligned([("directory", str(path.resolve())), *_progress(directory)]),
-    ]
-    lines += section("what it computes (without the defaults)", _settings(path, is_execution=False))
-    lines += section("how it is executed", [*_settings(path, is_execution=True), *_execution(summary, start)])
-    lines += section("metrics", metrics_of(summary))
-    lines += section("files", _files(directory))
-    where = shlex.quote(str(path))
-    then = (f"mode=eval {typed_override('run.dir', str(path))}", f"why {where}", f"diff {where} RUN")
-    return [*lines, *section("next", [f"steadfast {text}" for text in then], is_pairs=False)]
-
-
-def _progress(directory: RunDirectory) -> list[tuple[str, str]]:
+    directory, start = RunDirectory(path), compare.latest_start(path)
     summary = directory.read_summary()
-    step, total, samples = (number(summary.get(name)) for name in ("step", "total_steps", "samples_seen"))
-    latest = max((row["step"] for row in last_rows(directory.metrics)), default=0)  # the summary is from the last checkpoint
-    step = latest if latest > step or math.isnan(step) else step
-    seconds, trained = number(summary.get("wall_s")), number(summary.get("train_s"))
-    memory = [number(value) for value in items_of(summary.get("memory_gib"))]
-    shown_as = {
-        "step": f"{step:,.0f}" + (f" of {total:,.0f}" if math.isfinite(total) else ""),
-        "samples": f"{samples:,.0f}" + (f", {samples / trained:,.0f} per second of training" if trained > 0 else ""),
-        "time": f"{seconds:,.1f} s, {summary.get('restarts', 0)} restarts",
-        "parameters": f"{number(summary.get('parameters')):,.0f}",
-        "memory": f"{max(memory, default=math.nan):.2f} GiB, of the largest process",
-    }
-    return [(name, text) for name, text in shown_as.items() if "nan" not in text]
+    steps = [number(summary.get("step")), *(row["step"] for row in last_rows(directory.metrics))]  # the summary may be older
+    step = max(steps, key=lambda step: (step == step, step))
+    total = f" of {summary['total_steps']}" if "total_steps" in summary else ""
+    known = [("directory", str(path.resolve())), ("step", f"{step:.0f}{total}")]
+    lines = [f"{label_of(path)}: {state_line(directory)}", *aligned([*known, *result(directory, root=str(path.parent))])]
+    computed, executed = _settings(path)
+    lines += section("what it computes (without the defaults)", computed)
+    lines += section("how it is executed", [*executed, *_execution(summary, start)])
+    return [*lines, *section("files", _files(directory))]
 
 
-def _settings(path: Path, *, is_execution: bool) -> list[tuple[str, str]]:
-    """Return the keys of a run's configuration with values that are not the defaults."""
+def _settings(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the keys of a run's configuration with values that are not the defaults: of the computation, of the execution."""
     try:
         own, checked = settings_of(recall(path)), checked_line([]).config
         defaults = settings_of(compose_line([]).config if checked is None else checked.plain())
     except ValueError as error:
-        return [("?", str(error))]
+        return [("?", str(error))], []
+    execution = execution_of(own)
     hidden = ("run.id", "run.dir", "run.root")
-    keys = [key for key, value in own.items() if value != defaults.get(key, "null") and key not in hidden]
-    return [(key, own[key]) for key in keys if is_below(key, execution_of(own)) == is_execution]
+    pairs = [(key, value) for key, value in own.items() if value != defaults.get(key, "null") and key not in hidden]
+    computed = [(key, value) for key, value in pairs if not is_below(key, execution)]
+    return computed, [pair for pair in pairs if pair not in computed]
 
 
 def _execution(summary: dict[str, Any], start: dict[str, Any]) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,6 +37,7 @@ def check_run(command: Command) -> int:
         rows, fate = in_child(partial(_rows, build))
         if not fate:
             print_summary(rows, file=sys.stdout)
+        print(_memory(build))
         draft = Draft(dict(config), rehearse(build, unfinished="problem"))
         draft.check(job_problems)
         problems = draft.problems
@@ -46,6 +46,17 @@ def check_run(command: Command) -> int:
     took = time.monotonic() - start
     LOGGER.info("checked in %.1f s: the rehearsal finds no problem; the run would be in %s", took, config.run.dir)
     return Exit.FINISHED
+
+
+def _memory(build: "Builder") -> str:
+    from framework.cli.kept_memory import in_gib, kept_memory
+
+    try:
+        kept = kept_memory(build)
+    except (ValueError, OSError) as error:
+        return f"memory: not known ({error})"
+    parts = ", ".join(f"{kind} {in_gib(count)}" for kind, count in kept.items() if count)
+    return f"memory: rank 0 keeps {in_gib(sum(kept.values()))} between steps ({parts}), and activations in addition"
 
 
 def _rows(build: "Builder") -> list[dict[str, Any]]:
@@ -75,44 +86,30 @@ def show_model(build: "Builder") -> None:
 
 
 def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = False) -> None:
-    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only.
-
-    A narrow terminal gets fewer columns.
-    """
+    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only."""
     from rich.console import Console
 
     named = [(row["name"], row) for row in rows]
     shown = [(name, row) for name, row in named if "." not in name][:_MOST_ROWS] if is_short else named
     console = Console(file=file, width=None if file.isatty() else 120)
-    for without in ((), ("returns",), ("returns", "kind")):
-        table = _table(shown, without=without)
-        widest = console.measure(table, options=console.options.update(width=1000)).maximum
-        if widest <= 1.1 * console.width:  # names of modules can be folded
-            break
-    console.print(table)
+    console.print(_table(shown))
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown)} more: mode=check shows all", highlight=False)
 
 
-def _table(named: list[tuple[str, dict[str, Any]]], *, without: Sequence[str]) -> "Table":
+def _table(named: list[tuple[str, dict[str, Any]]]) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="none")  # no "\x1b" under NO_COLOR
-    kept = [name for name in ("module", "kind", "returns", "parameters", "FLOPs") if name not in without]
-    for name in kept:
-        right = name in ("parameters", "FLOPs")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "module", overflow="fold", min_width=4)
+    for name in ("module", "kind", "returns", "parameters", "FLOPs"):
+        is_number = name in ("parameters", "FLOPs")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold", min_width=4)
     for module, row in named:
         several = f"{row['count']} x " if row["count"] > 1 else ""
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
-        cells = {
-            "module": module or "(the model)",
-            "kind": row["kind"],
-            "returns": row["shape"],
-            "parameters": f"{several}{row['parameters']:,}{frozen}",
-            "FLOPs": "" if row["flops"] is None else f"{several}{_short(row['flops'])}",
-        }
-        table.add_row(*(cells[name] for name in kept))
+        parameters = f"{several}{row['parameters']:,}{frozen}"
+        flops = "" if row["flops"] is None else f"{several}{_short(row['flops'])}"
+        table.add_row(module or "(the model)", row["kind"], row["shape"], parameters, flops)
     return table
 
 

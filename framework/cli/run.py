@@ -167,8 +167,6 @@ def build_problems(build: "Builder") -> list[Problem]:
     from framework.preflight.child import problems_in_child
     from framework.preflight.dry_build import dry_build
 
-    if MODES[build.config.mode].about == "machines":
-        return []
     may_fork = not Environment.read().is_foreign  # a launcher's library, such as MPI, may not support a fork
     return problems_in_child(partial(dry_build, build.config)) if may_fork else dry_build(build.config)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import in_digits, is_curve
-from framework.runs.report import number
 
 _MOST_LINES = 40  # per list
 _WIDEST, _BEFORE = 60, 20  # characters of a cut text, and how many of them may be before the first difference
@@ -19,36 +17,14 @@ def state_line(directory: RunDirectory) -> str:
     return directory.state + (f": {' '.join(str(error).split())}" if error else "")
 
 
-def metrics_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = []
-    for split, kinds in summary.get("metrics", {}).items():
-        for kind in ("last", "best"):
-            row = kinds.get(kind, {})
-            if kind == "last" or split == "val":
-                numbers = "  ".join(f"{name} {in_digits(number(value))}" for name, value in row.items() if is_curve(name))
-                lines.append((f"{split} {kind}", f"step {row.get('step')}  {numbers}"))
-    return lines
-
-
 def command_of(start: dict[str, Any]) -> str:
     """Return the command of a start as a user would type it: without the paths of the interpreter and of `steadfast`."""
-    words = command_words(start)
-    return as_typed(words, start) if words else str(start.get("command", ""))
-
-
-def command_words(start: dict[str, Any]) -> list[str]:
-    """Return the words of `command_of`, without the variables. Return an empty list if the command cannot be read."""
     try:
         words = shlex.split(str(start.get("command", "")))
     except ValueError:
-        return []
-    if [os.path.basename(word) for word in words[1:2]] == ["steadfast"]:
-        return ["steadfast", *words[2:]]
-    return [os.path.basename(word) for word in words[:1]] + words[1:]
-
-
-def as_typed(words: Iterable[str], start: dict[str, Any]) -> str:
-    """Return these words as a user would type them, after the variables of a start's command."""
+        return str(start.get("command", ""))
+    is_installed = [os.path.basename(word) for word in words[1:2]] == ["steadfast"]
+    words = ["steadfast", *words[2:]] if is_installed else [os.path.basename(word) for word in words[:1]] + words[1:]
     variables = start.get("environment")
     before = [f"{name}={shlex.quote(str(value))} " for name, value in variables.items()] if isinstance(variables, dict) else []
     return "".join(before) + shlex.join(words)

@@ -24,7 +24,7 @@ class Mode:
     """
 
     name: str
-    about: Literal["run", "existing run", "root", "machines"]
+    about: Literal["run", "existing run", "root"]
     parent: str
     worker: str = ""
     sweep: str = ""
@@ -43,9 +43,7 @@ _MODES = (
     Mode("eval", "existing run", parent=_LAUNCH, worker="framework.modes.evaluate.evaluate", may_give=_OF_EVALUATION),
     Mode("predict", "existing run", parent=_LAUNCH, worker="framework.modes.predict.predict", may_give=_OF_PREDICTION),
     Mode("export", "existing run", parent=_LAUNCH, worker="framework.modes.export.export", may_give=_OF_EXPORT),
-    Mode("bench", "machines", parent=_LAUNCH, worker="framework.modes.bench.bench"),
     Mode("cancel", "run", parent="framework.cli.control.cancel_run", sweep="framework.sweep.sweep.cancel_jobs"),
-    Mode("follow", "run", parent="framework.cli.control.follow_run"),
     Mode("report", "root", parent="framework.cli.overview.make_report"),
     Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_sweep_status"),
 )
@@ -55,9 +53,6 @@ MODES = {mode.name: mode for mode in _MODES}
 def folder_of(run: RunSection, mode: str) -> Path:
     """Return the folder for a command's own files: for a new run, the run's directory.
 
-    For an existing run, which may be active, return a folder inside the run's directory. For machines, return one in
-    `run.root`.
+    For an existing run, which may be active, return a folder inside the run's directory.
     """
-    if MODES[mode].about == "machines":
-        return Path(run.root, f".{mode}")
     return Path(run.dir, f".{mode}") if MODES[mode].about == "existing run" else Path(run.dir)

@@ -57,10 +57,6 @@ class PredictSection(Section):
     files: str | None = setting(None, "or a folder of files, for example images")
 
 
-class BenchSection(Section):
-    largest_mib: Annotated[int, Field(ge=1, le=1 << 14)] = setting(64, "the size of the largest message")
-
-
 class ReportSection(Section):
     every_s: Annotated[float, Field(gt=0, le=86400)] | None = setting(
         None, "seconds between repeated writes of the page, until Ctrl-C, so that it shows running runs; null = write it once"
@@ -92,8 +88,8 @@ class RunConfig(Section):
     """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
     name: str = setting("default", "first part of the run directory", execution=True)
-    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel", "follow", "bench"] = (
-        setting("train", "what to do; for the other modes, see the examples above", execution=True)
+    mode: Literal["train", "plan", "check", "eval", "export", "predict", "report", "status", "cancel"] = setting(
+        "train", "what to do; for the other modes, see the examples above", execution=True
     )
     seed: Count = setting(0, "all random draws of the run depend on it")
     global_batch_size: Positive = setting(64, "samples in one optimizer step, over all processes")
@@ -114,7 +110,6 @@ class RunConfig(Section):
     eval: EvalSection = setting(EvalSection(), "mode=eval", execution=True)
     export: ExportSection = setting(ExportSection(), "mode=export", execution=True)
     predict: PredictSection = setting(PredictSection(), "mode=predict", execution=True)
-    bench: BenchSection = setting(BenchSection(), "mode=bench measures the time of the back end's collectives", execution=True)
     report: ReportSection = setting(ReportSection(), "mode=report", execution=True)
     launch: LaunchSection = setting(LaunchSection(), "processes, nodes and jobs", execution=True)
     backend: BackendSection = setting(BackendSection(), "the library that moves data between processes", execution=True)

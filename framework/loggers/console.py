@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import in_digits, is_curve
 from framework.runtime.log import LOGGER, to_files
-from framework.runtime.preemption import PREEMPTION
 
 if TYPE_CHECKING:
-    from framework.loggers.evaluation_table import EvaluationTable
-    from framework.loggers.live_line import LiveLine
+    from framework.loggers.terminal import Terminal
 
 _UPDATE_EVERY_S = 0.1
 _LINE_EVERY_S, _RARELY_S = 5.0, 60.0  # seconds between plain lines: at the start, and in a long run
 _SHARE = 0.05  # of the time since the start: the pauses grow with the run
-_SHOW_CURSOR = b"\r\n\x1b[?25h"  # the live line hides the terminal's cursor
 
 
 class Console:
@@ -31,7 +28,7 @@ class Console:
         self._first_step = run.step
         self._start = time.monotonic()
         self._shown_at = -math.inf
-        self._terminal = Terminal.of(run)
+        self._terminal = _terminal_for(run)
         if self._terminal is not None:
             self._leave_to_debuggers()
 
@@ -52,7 +49,7 @@ class Console:
                 return  # small models make thousands of steps per second
             self._shown_at = now
         if self._terminal is not None and is_training:
-            self._terminal.line.update(row)
+            self._terminal.update(row, _numbers(row))
             return
         words = [f"step {row['step']}/{self._total_steps}", *([] if is_training else [row["split"]]), _numbers(row)]
         if is_training:
@@ -76,49 +73,16 @@ class Console:
             self._terminal = None
 
 
-class Terminal:
-    """A terminal that can move its cursor. It shows the live line, which leaves no trace, and above it the printed lines."""
+def _terminal_for(run: RunInfo) -> "Terminal | None":
+    """Return the terminal of stderr. Return None if stderr is not a terminal, or can only print."""
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console as RichConsole
 
-    def __init__(self, console: Any, line: "LiveLine", table: "EvaluationTable") -> None:
-        from rich.live import Live
+    from framework.loggers.terminal import Terminal
 
-        self.line = line
-        self._console, self._table = console, table
-        PREEMPTION.last_words = _SHOW_CURSOR
-        self._live = Live(line, console=console, refresh_per_second=10, transient=True)
-        self._live.start(refresh=True)  # not from rich's thread first: a row at this moment would leave a line behind
-        _log_to_stderr()
-
-    @classmethod
-    def of(cls, run: RunInfo) -> "Terminal | None":
-        """Return the terminal of stderr. Return None if stderr is not a terminal, or can only print."""
-        if not sys.stderr.isatty():
-            return None
-        from rich.console import Console as RichConsole
-
-        console = RichConsole(stderr=True, highlight=False)
-        if console.is_dumb_terminal:
-            return None
-        from framework.loggers.evaluation_table import EvaluationTable
-        from framework.loggers.live_line import LiveLine
-
-        return cls(console, LiveLine(run), EvaluationTable(run))
-
-    def add_row(self, row: dict[str, Any]) -> None:
-        for text in self._table.lines(row, width=self._console.width):
-            self._console.print(text, style="green" if "*" in text else None, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._live.stop()
-        PREEMPTION.last_words = b""
-        _log_to_stderr()
-
-
-def _log_to_stderr() -> None:
-    """Write the log to the current sys.stderr. With a live line, this is rich's stream, which writes above the line."""
-    for handler in LOGGER.handlers:
-        if type(handler) is logging.StreamHandler:
-            handler.setStream(sys.stderr)
+    console = RichConsole(stderr=True, highlight=False)
+    return None if console.is_dumb_terminal else Terminal(console, run)
 
 
 def _numbers(row: dict[str, Any]) -> str:

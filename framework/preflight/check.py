@@ -58,7 +58,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, *SEVERAL) for parts in keys)
     outside = [key for key in execution_keys(composed.config) if key.partition(".")[0] in COMPONENTS]
     is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, outside) for key in composed.given)
-    imports &= not is_known and not draft.call(lambda mode: MODES[mode].about == "machines")
+    imports &= not is_known
     if imports:
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
         found = _check_data(draft, known=composed.known, needs_splits=not reads_folder)
@@ -73,7 +73,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft.check(backend_problems, device_problems, open_files_problems)
     if draft.call(lambda mode: MODES[mode].about == "existing run"):
         draft.check(writing_problems, folder_holds_samples)
-    elif not draft.call(lambda mode: MODES[mode].about == "machines"):
+    else:
         draft.check(*RULES)
         if imports:
             draft.check(monitors_are_metrics)

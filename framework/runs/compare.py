@@ -45,13 +45,7 @@ def code_differences(first: Path, second: Path) -> list[str]:
     """Return the differences in the user's code that the latest starts of the runs A and B reached, one line per file."""
     if missing := [name for name, path in (("A", first), ("B", second)) if not latest_start(path)]:
         return [f"not compared: {' and '.join(missing)} has no record of its starts (provenance.json)"]
-    ours, theirs = (_code_of(path) for path in (first, second))
-    common = ours.keys() & theirs.keys()
-    alone = [
-        f"{name.replace('.', '/')}.py is only in the code of {'A' if name in ours else 'B'}"
-        for name in sorted(ours.keys() ^ theirs.keys())
-    ]
-    return alone + changed({name: ours[name] for name in common}, {name: theirs[name] for name in common})
+    return changed(_code_of(first), _code_of(second))
 
 
 def environment_differences(first: Path, second: Path) -> TwoValues:

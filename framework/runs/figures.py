@@ -11,20 +11,12 @@ from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER
 
 
-def literal(text: str) -> str:
-    """Return a text that matplotlib shows as it is. Two dollar signs that are not escaped would begin and end a formula."""
-    return text.replace("$", r"\$")
-
-
 def png_of(figure: Any, *, dpi: int) -> bytes:
-    """Return a figure as a PNG picture. All its texts are shown as they are; the numbers at its axes do not exist yet.
-
-    The names of categories do not exist yet either: escape them with `literal` before.
-    """
+    """Return a figure as a PNG picture. All its texts are shown as they are; the numbers at its axes do not exist yet."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
-        text.set_text(literal(text.get_text()))
+        text.set_text(text.get_text().replace("$", r"\$"))  # two dollar signs would begin and end a formula
     content = io.BytesIO()
     with warnings.catch_warnings():  # the font shows a box for a letter that it does not have
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.config.frozen_file import recall
 from framework.config.identity import flat
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import Provenance
@@ -60,20 +59,18 @@ def parents_of(config: dict[str, Any], *, folder: Path, run: Path) -> list[Paren
     return found
 
 
-def lineage(run: Path) -> list[Ancestor]:
-    """Return a run and all its ancestors. Each run comes before the runs that used something from it."""
-    found: dict[Path, Ancestor] = {}
-    _visit(run, found, frozenset())
-    return list(found.values())
+def lineage(run: Path, *, below: frozenset[Path] = frozenset()) -> list[Ancestor]:
+    """Return a run and all its ancestors. Each run comes before the runs that used something from it.
 
-
-def _visit(run: Path, found: dict[Path, Ancestor], on_the_way: frozenset[Path]) -> None:
-    place, starts = run.resolve(), Provenance(run).read()["starts"]
-    parents = list(dict.fromkeys(_recorded(starts) or _configured(run, starts)))
-    for parent in parents:
-        if not parent.fate and parent.run not in found and parent.run not in on_the_way | {place}:
-            _visit(parent.run, found, on_the_way | {place})
-    found[place] = Ancestor(run, starts, parents)
+    `below`: the runs that lead to this run. Two folders can have used each other in turn.
+    """
+    below |= {run.resolve()}
+    starts = Provenance(run).read()["starts"]
+    parents = list(dict.fromkeys(_recorded(starts)))
+    used = [parent.run for parent in parents if not parent.fate and parent.run not in below]
+    earlier = [ancestor for parent in used for ancestor in lineage(parent, below=below)]
+    by_run = {ancestor.run.resolve(): ancestor for ancestor in (*earlier, Ancestor(run, starts, parents))}
+    return list(by_run.values())
 
 
 def _recorded(starts: list[dict[str, Any]]) -> list[Parent]:
@@ -82,14 +79,6 @@ def _recorded(starts: list[dict[str, Any]]) -> list[Parent]:
     names = ("key", "path", "owner", "record")
     return [Parent(item["key"], item["path"], Path(item["owner"]), item["record"]) for item in taken
             if isinstance(item, dict) and all(isinstance(item.get(name), str) for name in names)]  # fmt: skip
-
-
-def _configured(run: Path, starts: list[dict[str, Any]]) -> list[Parent]:
-    """Return the parents of a run without such records: from its configuration, and from the files that exist now."""
-    try:
-        return parents_of(recall(run), folder=Path(str(starts[0].get("directory", "")) if starts else ""), run=run)
-    except ValueError:
-        return []
 
 
 def _record_id(run: Path) -> str:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import zlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +14,8 @@ from typing import Any
 import yaml
 
 from framework.config.folders import parse_yaml
-from framework.config.frozen_file import digest_of
 from framework.runs.directory import RECORD_FILES, RunDirectory
-from framework.runs.history import Curve, History, number, read_history
+from framework.runs.history import Series, number, read_history
 from framework.runs.provenance import Provenance
 from framework.runs.settings import TextByKey, settings_of
 
@@ -27,12 +25,13 @@ _LONGEST_LINE = 1 << 16
 _LARGEST_PICTURE = 1 << 18
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MOST_SAMPLES = 8  # samples with shown predictions
+_NUMBERS = ("step", "samples_seen", "wall_s", "train_s", "goodput", "restarts")
 _NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # keys of a configuration that describe a run's place, like its label
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """The report's view of one run. The keys of `last`, `best`, `best_steps` and `curves` are SPLIT/METRIC."""
+    """The report's view of one run."""
 
     label: str  # the run's path below the root
     state: str
@@ -40,13 +39,9 @@ class ReportedRun:
     config: TextByKey
     monitor: str
     mode: str  # min or max, for the monitor
-    last: dict[str, float]  # nan: the value in the last row is not finite
-    best: dict[str, float]
-    best_steps: dict[str, float]
-    curves: dict[str, Curve]
-    numbers: dict[str, float]  # step, samples_seen, wall_s, goodput, restarts; nan if unknown
-    history: History
-    origin: dict[str, Any]  # of the latest start: command, commit, packages, code, ...; empty without a record
+    series: dict[str, Series]  # by SPLIT/METRIC
+    numbers: dict[str, float]  # of summary.json; nan if unknown
+    origin: dict[str, str]  # of the latest start: command, commit, packages, ...; empty without a record
     predictions: dict[str, list[dict[str, Any]]]  # the first lines of each file of mode=predict, by the file's name
     pictures: dict[str, bytes]  # PNG pictures of these samples, by the same names
 
@@ -114,10 +109,9 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
     summary = directory.read_summary()
     config, damaged = _read_config(directory.path / "config.yaml")
     monitor, mode = config.get("checkpoint.monitor", "val/loss"), config.get("checkpoint.mode", "min")
-    history = read_history(directory.metrics, monitor=monitor, mode=mode) if directory.metrics.exists() else History()
-    series = {printable(f"{split}/{name}"): one for (split, name), one in history.series.items()}
+    found = read_history(directory.metrics, monitor=monitor, mode=mode) if directory.metrics.exists() else {}
     state = directory.state
-    lacks_rows = history.num_rows == 0 and state != "running"  # a running run may not have its first row yet
+    lacks_rows = not found and state != "running"  # a running run may not have its first row yet
     missing = {"summary.json that can be read": not summary, "config.yaml that can be read": damaged, "metrics": lacks_rows}
     notes = [str(summary.get("error") or ""), *(f"no {what}" for what, is_missing in missing.items() if is_missing)]
     return ReportedRun(
@@ -127,43 +121,27 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
         config={key: value for key, value in config.items() if key.split(".")[0] not in _NOT_SHOWN},
         monitor=monitor,
         mode=mode,
-        last={name: one.last for name, one in series.items()},
-        best={name: one.best for name, one in series.items() if math.isfinite(one.best)},
-        best_steps={name: one.best_step for name, one in series.items() if math.isfinite(one.best)},
-        curves={name: (one.steps, one.values) for name, one in series.items() if one.steps},
-        numbers={name: number(summary.get(name)) for name in ("step", "samples_seen", "wall_s", "goodput", "restarts")},
-        history=history,
+        series={printable(name): one for name, one in found.items()},
+        numbers={name: number(summary.get(name)) for name in _NUMBERS},
         origin=_read_origin(directory.path),
         predictions=_read_predictions(directory.predictions),
         pictures=_read_pictures(directory.predictions),
     )
 
 
-def _read_origin(path: Path) -> dict[str, Any]:
-    """Return the known facts of a run's latest start. `code` has a digest for each module."""
+def _read_origin(path: Path) -> dict[str, str]:
+    """Return the known facts of a run's latest start."""
     file = path / "provenance.json"
     if not file.is_file() or file.stat().st_size > _MOST_BYTES:
         return {}
-    content = Provenance(path).read()
-    start = content["starts"][-1] if content["starts"] else {}
+    start = (Provenance(path).read()["starts"] or [{}])[-1]
     git, packages = start.get("git"), start.get("packages")
-    code = content["code"].get(start.get("code")) if isinstance(start.get("code"), str) else None
-    names = ("at", "command", "host", "framework", "python")
-    origin: dict[str, Any] = {name: printable(str(start[name])) for name in names if name in start}
+    facts = {name: str(start[name]) for name in ("at", "command", "host", "framework", "python") if name in start}
     if isinstance(git, dict):
-        changes = f" with changes {zlib.crc32(str(git['diff']).encode(errors='replace')):08x}" if git.get("diff") else ""
-        origin["commit"] = printable(str(git.get("commit"))) + changes
-    origin["packages"] = _texts(packages)
-    modules = code if isinstance(code, dict) else {}
-    origin["code"] = {name: digest_of(functions) for name, functions in _texts(modules, keep=dict).items()}
-    return origin if start else {}
-
-
-def _texts(values: Any, *, keep: type = str) -> dict[str, Any]:
-    """Return the dictionary's entries with values of type `keep`. Make keys and texts printable."""
-    found = values.items() if isinstance(values, dict) else ()
-    kept = {printable(str(name)): value for name, value in found if isinstance(value, keep)}
-    return {name: printable(value) if isinstance(value, str) else value for name, value in kept.items()}
+        facts["commit"] = f"{git.get('commit')}{' with changes' if git.get('diff') else ''}"
+    if isinstance(packages, dict):
+        facts["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items())
+    return {name: printable(text) for name, text in facts.items()}
 
 
 def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:

@@ -1,9 +1,8 @@
-"""The table of mode=status: one line per run, as wide as the terminal. Cells that do not fit are shown below their run."""
+"""The table of mode=status: one row per run, as wide as the terminal."""
 
 import math
 import sys
-import textwrap
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,27 +15,24 @@ from framework.runs.status import Standing, standings
 from framework.runtime.lock import Lock
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.table import Table
 
-_LONGEST_S = 1e9
+_LONGEST_S, _WHOLE = 1e9, 1 << 20
 _STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow",
            "cancelled": "yellow", "?": "magenta"}  # fmt: skip
 _COLUMNS = ("run", "state", "step", "ETA", "metric", "differs", "job", "node", "why")
-_INDENT = "    "  # the indent of lines below a run
-
-Cells = dict[str, str]  # of a run, by column
+_DETAILS = _COLUMNS[3:]  # one column in a terminal that is too narrow for all columns
 
 
 def print_table(
     directories: Sequence[RunDirectory], *, root: Path, values: Sequence[str] | None = None, pruned: Container[Path] = ()
 ) -> None:
-    """Print a line for each run below `root`, and the number of runs. Nothing is cut: run.dir accepts the text in `run`.
+    """Print a table of the runs below `root`, and the number of runs. Nothing is cut: run.dir accepts the text in `run`.
 
     `values` describe how each run differs from the others of its sweep. With None, the configurations are compared. `pruned`
     are the runs that a search has ended.
     """
     from rich.console import Console
-    from rich.text import Text
 
     odd = {directory.path: files for directory in directories if (files := directory.odd_files())}
     sound = [directory for directory in directories if directory.path not in odd]
@@ -45,7 +41,7 @@ def print_table(
     if values is None:
         by_path = differences(directory.path for directory in sound)
         values = [by_path.get(directory.path, "") for directory in directories]
-    rows = list[Cells]()
+    rows = list[dict[str, str]]()
     for directory, differs in zip(directories, values):
         cells = {"run": _below(directory.path, root), "differs": differs}
         if path_odd := odd.get(directory.path):
@@ -53,47 +49,28 @@ def print_table(
         else:
             cells |= _cells(directory, found[directory.path])
         rows.append({name: printable(text) for name, text in cells.items()})
-    console = Console(file=sys.stdout, highlight=False)
-    width = console.width if sys.stdout.isatty() else math.inf  # in a file, no line is folded
-    line = "-" if console.options.ascii_only else "─"
-    for text, state in [*_lines(rows, width=width, line=line), (count_states([row["state"] for row in rows]), "")]:
-        console.print(_coloured(Text(text), state), soft_wrap=True)
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _WHOLE)  # a file has whole lines
+    table = _table(rows)
+    if console.measure(table, options=console.options.update(width=_WHOLE)).maximum > console.width:
+        named = [[f"{name} {text}" if name in ("ETA", "job", "node") else text for name in _DETAILS if (text := row.get(name))]
+                 for row in rows]  # fmt: skip
+        table = _table([{**row, **dict.fromkeys(_DETAILS, ""), "details": "  ".join(texts)} for row, texts in zip(rows, named)])
+    console.print(table)
+    console.print(count_states([row["state"] for row in rows]), markup=False)
 
 
-def _lines(rows: Sequence[Cells], *, width: float, line: str) -> list[tuple[str, str]]:
-    """Return the table's lines. The line of a run has the run's state; other lines have an empty state."""
-    from rich.cells import cell_len, set_cell_size
+def _table(rows: Sequence[dict[str, str]]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
 
-    sizes = {name: max(map(cell_len, (name, *(row.get(name, "") for row in rows)))) for name in _COLUMNS
-             if any(row.get(name) for row in rows)}  # fmt: skip
-    shown, left = list[str](), width + 2  # + 2: the last column needs no gap
-    for name, size in sizes.items():
-        left -= size + 2
-        shown += [name] if left >= 0 or len(shown) < 2 else []
-        left += 0 if name in shown else size + 2
-
-    def joined(cells: Mapping[str, str]) -> str:
-        return "  ".join(set_cell_size(cells.get(name, ""), sizes[name]) for name in shown).rstrip()
-
-    lines = [(joined({name: name for name in shown}), ""), (line * (sum(sizes[name] + 2 for name in shown) - 2), "")]
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="none")
+    columns = [name for name in (*_COLUMNS, "details") if any(row.get(name) for row in rows)]
+    for name in columns:
+        table.add_column(name, no_wrap=name != "details", overflow="fold")
     for row in rows:
-        lines.append((joined(row), row["state"]))
-        below = [text if name == "differs" else f"{name} {text}" for name in sizes
-                 if name not in shown and (text := row.get(name))]  # fmt: skip
-        lines += [(line, "") for text in below for line in _wrapped(text, int(width))]
-    return lines
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _coloured(text: "Text", state: str) -> "Text":
-    if style := _STYLES.get(state):
-        text.highlight_words([f"  {state}"], style)
-    return text
+        table.add_row(*(Text(row.get(name, ""), _STYLES.get(row[name], "") if name == "state" else "") for name in columns))
+    return table
 
 
 def _below(path: Path, root: Path) -> str:

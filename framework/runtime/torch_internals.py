@@ -13,7 +13,6 @@ from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.distributed import distributed_c10d
@@ -125,11 +124,6 @@ def set_group_timeout(timeout: timedelta) -> None:
 
 
 NCCL_LATER = timedelta(minutes=1)  # NCCL's watchdog aborts the process; other ranks must report before which rank hangs
-
-
-# torch 2.13 has renamed these functions
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def without_buffer_sync() -> dict[str, bool]:

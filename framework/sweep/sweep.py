@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,7 +30,6 @@ from framework.runtime.secrets import redact
 from framework.sweep.grid import Grid
 from framework.sweep.jobs import Job, problems_of
 from framework.sweep.line import Launcher, Multirun, SubmititSlurm, read
-from framework.sweep.picture import draw
 from framework.sweep.pools import Pool, SlurmPool, submit_all
 from framework.sweep.space import Values
 from framework.sweep.workers import Worker
@@ -255,10 +253,9 @@ def _write(rows: list[TableRow], target: Path, write: Callable[[list[TableRow], 
 
 
 def _end(source: JobSource, saving: CheckpointSection, directory: Path) -> int:
-    """Draw the picture, and log the best job and the failed jobs. Return the exit code."""
+    """Log the best job and the failed jobs. Return the exit code."""
     rows = source.rows()
     _write(rows, directory / "sweep.csv", write_csv)
-    _write(rows, directory / "sweep.png", partial(draw, monitor=saving.monitor, mode=saving.direction))
     states = Counter(row.state for row in rows)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
     LOGGER.info("%s", f"{len(rows)} job{'s' * (len(rows) != 1)}: {counts}; see {directory}")

@@ -160,7 +160,6 @@ def test_the_pareto_set_of_several_objectives_is_marked_and_told(tmp_path: Path)
     assert {row["id"] for row in rows if row["pareto"] == "true"} == front
     told = [text for text in ended.output.splitlines() if text.startswith("Pareto: val/loss ")]
     assert {text.rpartition("/")[2] for text in told} == front
-    assert next(ended.root.glob("sweeps/*/sweep.png")).read_bytes().startswith(b"\x89PNG")
     longer = swept(*line, "hydra.sweeper.objectives=[val/loss:min,parameters:max]", "mode=plan", root=tmp_path / "runs")
     assert longer.output.splitlines()[-1] == "6 of 6 trials are still to be drawn"  # another search
 

@@ -148,7 +148,7 @@ def test_a_sweep_is_an_array_that_ends_as_on_one_machine(submitted: Sweep) -> No
 
     again = submitted.submit(*SEEDS)
     assert not ids(again) and "3 jobs: 3 finished" in again.output and "best val/loss" in again.output
-    assert {row["state"] for row in submitted.table} == {"finished"} and (folder / "sweep.png").exists()
+    assert {row["state"] for row in submitted.table} == {"finished"}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A sweep is its runs: one after the other or several at a time, killed and continued, with its table and its picture."""
+"""A sweep is its runs: one after the other or several at a time, killed and continued, with its table."""
 
 import csv
 import json
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,10 @@ import torch
 from framework.build.training import Builder
 from framework.loggers.tensorboard import TensorBoard
 from framework.preflight import rehearsal
-from framework.runs.directory import RunDirectory
-from framework.runs.table import TableRow
 from framework.runtime.lock import Lock
 from framework.runtime.preemption import PREEMPTION
 from framework.sweep.jobs import Job, exit_code
 from framework.sweep.line import read
-from framework.sweep.picture import draw, panels
 from framework.sweep.pools import Pool
 from framework.sweep.space import Interval
 from framework.sweep.sweep import sweep
@@ -162,7 +158,6 @@ def test_the_table_tells_what_the_runs_tell(tmp_path: Path) -> None:
         assert float(row["seconds"]) == run.summary["wall_s"]
     best = max(rows, key=lambda row: float(row["objective"]))
     assert f": seed={best['seed']} model.dropout={best['model.dropout']}, in {best['directory']}" in ended.output
-    assert next(ended.root.glob("sweeps/*/sweep.png")).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -389,74 +384,6 @@ def test_a_line_is_taken_apart_as_hydra_does() -> None:
 
 def test_the_exit_code_of_a_sweep() -> None:
     assert [exit_code(codes) for codes in ([], [0, 0], [0, 70, 70], [70, 74, 0], [70, 75])] == [0, 0, 70, 1, 75]
-
-
-# --- the picture
-
-
-def row(state: str, objective: float | None, **values: str) -> TableRow:
-    named = {key.replace("__", "."): value for key, value in values.items()}
-    return TableRow("0" * 12, RunDirectory(Path("nowhere")), named, state, objective, "", None)
-
-
-def test_a_panel_shows_its_parameter_on_the_axis_that_fits(tmp_path: Path) -> None:
-    rows = [row("finished", 1.0 + seed + n, optimizer__lr=lr, model=model, dim=dim, seed=str(seed), same="1")
-            for n, (lr, model, dim) in enumerate([("1e-4", "cnn", "8"), ("1e-2", "mlp", "16"), ("1e-3", "cnn", "24")])
-            for seed in (0, 1)]  # fmt: skip
-    rows += [row("failed", 9.0, optimizer__lr="1", model="vit", dim="8", seed="0", same="1")]
-    lr, model, dim = panels(rows)  # the seed repeats them, and one that is the same says nothing
-    assert (lr.key, lr.scale, lr.values) == ("optimizer.lr", "log", [1e-4, 1e-4, 1e-2, 1e-2, 1e-3, 1e-3, 1.0])
-    assert lr.medians == [(1e-4, 1.5), (1e-3, 3.5), (1e-2, 2.5)]
-    assert (model.scale, model.values) == ("category", ["cnn", "cnn", "mlp", "mlp", "cnn", "cnn", "vit"])
-    assert model.medians == [("cnn", 2.5), ("mlp", 2.5)]
-    assert (dim.scale, dim.values) == ("linear", [8, 8, 16, 16, 24, 24, 8])
-    draw(rows, tmp_path / "sweep.png", monitor="val/loss", mode="min")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_swept_texts_are_no_formulas(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [row("finished", number, cost=cost) for number, cost in ((1.0, "$a_per_$"), (2.0, "$b_{$"))]
-    draw(rows, tmp_path / "sweep.png", monitor="val/$_x_$", mode="min")
-    assert (tmp_path / "sweep.png").is_file() and not caplog.records
-
-
-def test_a_line_joins_numbers_and_no_categories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: drawn.append(self))
-    values = [("cnn", "true", "[1, 2]", "8"), ("mlp", "false", "[2, 1]", "16")]
-    rows = [row("finished", 1.0, model=model, flag=flag, list=several, dim=dim) for model, flag, several, dim in values]
-    draw(rows, tmp_path / "sweep.png", monitor="val/loss", mode="min")
-    lines = {axes.get_xlabel(): next(line for line in axes.lines if line.get_label() == "median") for axes in drawn[0].axes}
-    assert {key: line.get_linestyle() for key, line in lines.items()} == {
-        "model": "None",
-        "flag": "None",
-        "list": "None",
-        "dim": "-",
-    }
-    assert all(len(line.get_xdata()) == 2 for line in lines.values())
-
-
-def test_a_panel_has_the_jobs_that_have_its_parameter_and_one_is_of_each_objective(tmp_path: Path) -> None:
-    rows = [
-        row("finished", 1.0, model="mlp", dim="8"),
-        row("finished", 2.0, model="mlp", dim="16"),
-        row("finished", 3.0, model="cnn"),
-    ]
-    measured = [replace(one, objectives={"parameters": 10.0 * n}, is_pareto=n < 3) for n, one in enumerate(rows, 1)]
-    model, dim, parameters = panels([*measured, row("failed", None, model="cnn")])
-    assert (model.values, dim.values, parameters.values) == (["mlp", "mlp", "cnn", "cnn"], [8, 16], [10.0, 20.0, 30.0])
-    assert dim.rows == measured[:2] and parameters.medians == []
-    draw(measured, tmp_path / "sweep.png", monitor="val/loss", mode="min")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_seeds_alone_are_categories(tmp_path: Path) -> None:
-    (seed,) = panels([row("finished", 1.0, seed="0"), row("pruned", 2.0, seed="7")])
-    assert (seed.scale, seed.values, seed.medians) == ("category", ["0", "7"], [("0", 1.0)])
-    draw([row("missing", None, seed="0")], tmp_path / "sweep.png", monitor="val/loss", mode="min")
-    assert not (tmp_path / "sweep.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from torch.distributed import pipelining
 
-from framework.parallel.pipelining.timetable import Action, timetable, waiting_in
+from framework.parallel.pipelining.timetable import timetable, waiting_in
 from framework.runtime.torch_internals import actions_of, is_single_stage
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
@@ -67,40 +65,3 @@ def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> f
     if is_single_stage(schedule):  # GPipe and 1F1B: Huang et al. 2019, Narayanan et al. 2021
         return (num_ranks - 1) / (num_micro_batches + num_ranks - 1)
     return waiting_in(timetable(actions_of(schedule)))
-
-
-def order_of(name: str, *, num_ranks: int, num_micro_batches: int) -> tuple[dict[int, list[Action]], str]:
-    """Return each process's actions in a pass, in order, without a model or processes; also the rule as in `make_schedule`.
-
-    Schedule1F1B lists other actions than it runs (its last process starts with the second micro-batch). So a schedule with a
-    single stage is run, and its calls to the stage are recorded. Schedules with several stages run the actions that they list.
-    """
-    owned, order, asked = owners(name, num_ranks=num_ranks), dict[int, list[Action]](), ""
-    for rank in range(num_ranks):
-        stages = [_Noting(number, len(owned), rank=rank, num_ranks=num_ranks) for number, o in enumerate(owned) if o == rank]
-        schedule, asked = make_schedule(name, stages, num_micro_batches=num_micro_batches)
-        if not is_single_stage(schedule):
-            return actions_of(schedule), asked
-        schedule.step(target=torch.empty(num_micro_batches), return_outputs=False)
-        order[rank] = stages[0].noted
-    return order, asked
-
-
-class _Noting:
-    """A stand-in for a stage: it computes and sends nothing, and records what a schedule calls."""
-
-    def __init__(self, number: int, num_stages: int, *, rank: int, num_ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_rank, self.group_size = number, num_stages, rank, num_ranks
-        self.is_first, self.is_last = number == 0, number == num_stages - 1
-        self.has_backward, self.device = True, torch.device("cpu")
-        self.noted: list[Action] = []
-
-    def forward_one_chunk(self, number: int, *others: Any, **options: Any) -> Tensor:
-        self.noted.append(("FORWARD", self.stage_index, number))
-        return torch.empty(())
-
-    def backward_one_chunk(self, number: int, *others: Any, **options: Any) -> None:
-        self.noted.append(("FULL_BACKWARD", self.stage_index, number))
-
-    def __getattr__(self, name: str) -> Any:  # calls that prepare, clear or would send
-        return lambda *others, **options: []

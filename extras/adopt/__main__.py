@@ -1,0 +1,97 @@
+"""`python -m extras.adopt MODULE:MODEL`: write the option of a model, and let `mode=check` try each strategy with it."""
+
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+
+STRATEGIES = ["ddp", "zero", "fsdp", "tensor", "pipeline", "context", "expert"]
+OF_DATA = {"num_classes", "in_channels", "image_size", "vocab_size", "seq_len", "num_labels", "in_chans", "img_size"}
+
+
+def main(arguments: list[str]) -> int:
+    """Write the option, unless the file exists, and print what each strategy says. Return the exit code.
+
+    The other arguments are those of the checked runs: `dataset=... parallel=ddp,fsdp`.
+    """
+    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+        sys.exit("adopt: needs a model (python -m extras.adopt MODULE:MODEL [group=option ...] [key=value ...])")
+    module, _, name = arguments[0].partition(":")
+    target = f"{module.removesuffix('.py').replace(os.sep, '.')}.{name}"
+    option = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", name).lower()
+    file, text = Path(os.environ.get("STEADFAST_CONF", "conf"), "model", f"{option}.yaml"), _option(target)
+    if file.exists():
+        print(f"{file} exists already, and is not changed")
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        print(f"{file}:\n{text}")
+    chosen = [word.removeprefix("parallel=").split(",") for word in arguments[1:] if word.startswith("parallel=")]
+    line = [f"model={option}", *(word for word in arguments[1:] if not word.startswith("parallel="))]
+    if problems := _check([*line, "parallel=single"]):
+        sys.exit(f"before any strategy:\n{problems}")
+    print(f"`steadfast {shlex.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
+    for strategy in chosen[-1] if chosen else STRATEGIES:
+        problems = _check([*line, f"parallel={strategy}", "launch.nproc_per_node=2"])
+        print(f"  {strategy:18}{'not yet:' if problems else 'yes'}", *problems.splitlines(), sep="\n      ", flush=True)
+    return 0
+
+
+def _check(line: list[str]) -> str:
+    """Return the problems of a run, as `mode=check` prints them."""
+    done = subprocess.run([sys.executable, "-m", "framework", "mode=check", *line], capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
+def _option(target: str) -> str:
+    """Return the text of the option's file: every argument that plain data can give, with its default."""
+    module, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        sys.exit(f"adopt: {error} (MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net)")
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        sys.exit(f"adopt: {target} is not a class of torch.nn.Module")
+    summary = (found.__doc__ or "").strip().partition("\n")[0]
+    lines = [line for argument in inspect.signature(found).parameters.values() for line in _line(argument)]
+    return "\n".join([*([f"# {summary}"] if summary else []), f"_target_: {target}", *lines]) + "\n"
+
+
+def _line(argument: inspect.Parameter) -> Iterator[str]:
+    key = _in_yaml(argument.name)  # YAML reads some names, such as `yes`, as another value
+    if argument.default is argument.empty or argument.name in OF_DATA:
+        yield f"# {key}: from the data, or write a value"
+    elif _is_plain(argument.default):
+        yield f"{key}: {_in_yaml(_escaped(argument.default))}"
+
+
+def _escaped(value: Any) -> Any:
+    """Return plain data whose texts are no interpolations: a text with `${` stays this text."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _in_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or (type(value) in (bool, int, float, str) and value != "???")  # in YAML, ??? is a missing value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
