@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from framework.build.training import Builder
 
+_NARROW = 60  # columns of a terminal
 _MOST_ROWS = 8  # in the table at a run's start, so that it fits into the first screen
 
 
@@ -92,24 +93,30 @@ def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = 
     named = [(row["name"], row) for row in rows]
     shown = [(name, row) for name, row in named if "." not in name][:_MOST_ROWS] if is_short else named
     console = Console(file=file, width=None if file.isatty() else 120)
-    console.print(_table(shown))
+    console.print(_table(shown, without="returns" if console.width < _NARROW else ""))
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown)} more: mode=check shows all", highlight=False)
 
 
-def _table(named: list[tuple[str, dict[str, Any]]]) -> "Table":
+def _table(named: list[tuple[str, dict[str, Any]]], *, without: str) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="none")  # no "\x1b" under NO_COLOR
-    for name in ("module", "kind", "returns", "parameters", "FLOPs"):
+    kept = [name for name in ("module", "kind", "returns", "parameters", "FLOPs") if name != without]
+    for name in kept:
         is_number = name in ("parameters", "FLOPs")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold", min_width=4)
     for module, row in named:
         several = f"{row['count']} x " if row["count"] > 1 else ""
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
-        parameters = f"{several}{row['parameters']:,}{frozen}"
-        flops = "" if row["flops"] is None else f"{several}{_short(row['flops'])}"
-        table.add_row(module or "(the model)", row["kind"], row["shape"], parameters, flops)
+        cells = {
+            "module": module or "(the model)",
+            "kind": row["kind"],
+            "returns": row["shape"],
+            "parameters": f"{several}{row['parameters']:,}{frozen}",
+            "FLOPs": "" if row["flops"] is None else f"{several}{_short(row['flops'])}",
+        }
+        table.add_row(*(cells[name] for name in kept))
     return table
 
 
