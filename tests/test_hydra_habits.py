@@ -113,3 +113,39 @@ def test_options_of_the_config_store_can_be_chosen(folder: Path) -> None:
     assert ended.code == 0, ended.output
     assert "dim: 7" in (ended.directory / "config.yaml").read_text()
     assert run(folder, "model=stored").output == Says("model: no option 'stored' ...")
+
+
+TEMPLATE = {  # the layout of a project made from lightning-hydra-template
+    "train": """# @package _global_
+defaults: [_self_, data: mnist, callbacks: default, trainer: default, paths: default, hydra: default, debug: null]
+task_name: train
+tags: [dev]
+ckpt_path: null
+seed: null
+""",
+    "data/mnist": "_target_: src.data.MNISTDataModule\ndata_dir: ${paths.data_dir}\n",
+    "callbacks/default": "model_checkpoint: {_target_: lightning.pytorch.callbacks.ModelCheckpoint}\n",
+    "trainer/default": "_target_: lightning.pytorch.Trainer\nmax_epochs: 3\ndevices: 1\ncheck_val_every_n_epoch: 1\n",
+    "paths/default": "data_dir: data\nlog_dir: logs\noutput_dir: ${hydra:runtime.output_dir}\n",
+    "hydra/default": """defaults: [override hydra_logging: colorlog, override job_logging: colorlog]
+run: {dir: '${paths.log_dir}/${now:%H}'}
+""",
+    "debug/default": "# @package _global_\nhydra: {job: {env_set: {A: b}}}\n",
+}
+
+
+def test_a_projects_layout_of_another_framework_is_refused_by_name(folder: Path) -> None:
+    for name, text in TEMPLATE.items():
+        path = folder / "configs" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    refused = typed("--config-dir", "configs", "-cn", "train", "debug=default", directory=folder)
+    assert refused.code == 78
+    said = dict(line.split(": ", 1) for line in refused.output.splitlines())
+    assert said.keys() == {
+        "hydra/job_logging", "hydra/hydra_logging", "hydra.run.dir", "hydra.job.env_set.A", "task_name", "ckpt_path", "tags", "seed",
+        "defaults", "trainer._target_", "trainer.devices", "trainer.check_val_every_n_epoch",
+    }  # fmt: skip
+    assert "- config as the first entry" in said["defaults"]
+    assert "trainer.eval_every" in said["trainer.check_val_every_n_epoch"] and "launch.nproc" in said["trainer.devices"]
+    assert not any(f"mean {key}?" in text for key, text in said.items()), "a message never suggests the key itself"

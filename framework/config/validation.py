@@ -13,8 +13,8 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from framework.config.compose import Composed
 from framework.config.draft import Draft
-from framework.config.folders import groups, named_keys, options, value_names
-from framework.config.schema import COMPONENTS, SEVERAL, RunConfig, Section, section_of
+from framework.config.folders import config_name, groups, named_keys, options, value_names
+from framework.config.schema import COMPONENTS, SEVERAL, STATIC_KEYS, RunConfig, Section, section_of
 from framework.config.section import LARGEST
 from framework.config.spelling import did_you_mean, done_here, nearest, option_meant
 from framework.config.targets import HYDRAS, UNIONS, arguments_of, as_node, hides_keys, nodes_in
@@ -32,10 +32,11 @@ def validate(composed: Composed) -> Draft:
     valid: dict[str, Any] = {}
     unknown = config.keys() - RunConfig.model_fields.keys()
     problems = composed.problems + [problem for name in unknown for problem in unknown_key(name, config[name], known=known)]
+    if missing := [name for name, field in RunConfig.model_fields.items() if field.is_required() and name not in config]:
+        what = f"{config_name()}.yaml is not complete: {', '.join(missing)} missing"
+        problems.append(Problem("defaults", what, "- config as the first entry of its list, for the framework's own"))
     for name, annotation in _types_of(RunConfig).items():
         if name not in config:
-            if RunConfig.model_fields[name].is_required():
-                problems.append(Problem(name, "is missing", described(annotation, key=name)))
             continue
         section = section_of(annotation)
         value = config[name]
@@ -225,7 +226,9 @@ def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
     if section in (*COMPONENTS, *(other.split(".")[0] for other in known)):
         names = [name for name in siblings if name not in HYDRAS]
         listing = f"{section} has {', '.join(names)}" if names else f"this {section} has no keys"
-    return [Problem(key, "unknown key", done_here(key) or did_you_mean(key, known + groups()) or listing)]
+    of_options = [other for other in known if other.split(".")[0] in (*COMPONENTS, *SEVERAL, "hydra") and other != key]
+    meant = did_you_mean(key, [*of_options, *STATIC_KEYS, *groups()])
+    return [Problem(key, "unknown key", done_here(key) or meant or listing)]
 
 
 # --- types in messages: their names, and the value of a type that the user probably meant
