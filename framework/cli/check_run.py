@@ -55,7 +55,7 @@ def _memory(build: "Builder") -> str:
     except (ValueError, OSError) as error:
         return f"memory: not known ({error})"
     parts = ", ".join(f"{kind} {in_gib(count)}" for kind, count in kept.items() if count)
-    return f"memory: rank 0 keeps {in_gib(sum(kept.values()))} between steps ({parts}), and activations in addition"
+    return f"memory: rank 0 keeps at least {in_gib(sum(kept.values()))} between steps ({parts}), and activations in addition"
 
 
 def _rows(build: "Builder") -> list[dict[str, Any]]:
