@@ -85,22 +85,25 @@ def show_model(build: "Builder") -> None:
 
 
 def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = False) -> None:
-    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only."""
+    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only.
+
+    A narrow terminal gets no shapes.
+    """
     from rich.console import Console
 
     named = [(row["name"], row) for row in rows]
     shown = [(name, row) for name, row in named if "." not in name][:_MOST_ROWS] if is_short else named
     console = Console(file=file, width=None if file.isatty() else 120)
-    console.print(_table(shown))
+    console.print(_table(shown, is_narrow=console.width < 60))
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown)} more: mode=check shows all", highlight=False)
 
 
-def _table(named: list[tuple[str, dict[str, Any]]]) -> "Table":
+def _table(named: list[tuple[str, dict[str, Any]]], *, is_narrow: bool) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="none")  # no "\x1b" under NO_COLOR
-    for name in ("module", "kind", "returns", "parameters", "FLOPs"):
+    for name in ("module", "kind", *(() if is_narrow else ("returns",)), "parameters", "FLOPs"):
         is_number = name in ("parameters", "FLOPs")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold", min_width=4)
     for module, row in named:
@@ -108,7 +111,8 @@ def _table(named: list[tuple[str, dict[str, Any]]]) -> "Table":
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
         parameters = f"{several}{row['parameters']:,}{frozen}"
         flops = "" if row["flops"] is None else f"{several}{_short(row['flops'])}"
-        table.add_row(module or "(the model)", row["kind"], row["shape"], parameters, flops)
+        shape = () if is_narrow else (row["shape"],)
+        table.add_row(module or "(the model)", row["kind"], *shape, parameters, flops)
     return table
 
 
