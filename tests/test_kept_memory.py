@@ -65,7 +65,10 @@ def test_the_bytes_are_those_of_a_run_s_ranks(strategy: str, ranks: int, tmp_pat
     planned = [kept_memory(build(*line), rank=rank) for rank in range(ranks)]
     finished(*line, root=tmp_path / "runs", before=partial(measure, tmp_path))
     for rank in range(ranks):
-        assert planned[rank] == json.loads((tmp_path / f"bytes_{rank}.json").read_text())
+        found = json.loads((tmp_path / f"bytes_{rank}.json").read_text())
+        if strategy == "tensor":  # the gradient of the embedding is whole, which only a backward pass shows
+            assert planned[rank].pop("gradients") < found.pop("gradients")
+        assert planned[rank] == found
 
 
 def test_sharding_divides_what_it_shards_and_nothing_else() -> None:
@@ -84,5 +87,5 @@ def test_a_model_that_memory_cannot_hold_is_not_built(monkeypatch: pytest.Monkey
 
 def test_a_check_prints_it_and_writes_nothing(tmp_path: Path) -> None:
     ended = typed("mode=check", *GPT, "model.num_layers=2", "parallel=fsdp", "launch.nproc_per_node=2", directory=tmp_path)
-    assert ended.code == 0 and "memory: rank 0 keeps " in ended.output and "optimizer" in ended.output, ended.output
+    assert ended.code == 0 and "memory: rank 0 keeps at least " in ended.output and "optimizer" in ended.output, ended.output
     assert {path.name for path in tmp_path.iterdir()} == {"runs.output"}  # that is the harness's

@@ -139,13 +139,24 @@ def test_the_table_has_the_results_first_and_is_sorted_and_narrowed(page: Page) 
     assert page.errors == []
 
 
-def test_curves_are_smoothed_without_bias_and_drawn_in_the_color_of_their_row(page: Page) -> None:
+def test_curves_have_the_color_of_their_row_are_read_by_hovering_zoomed_together_and_smoothed(page: Page) -> None:
+    from selenium.webdriver import ActionChains
+
     assert page.lines("val/loss")["first"] == [[10, 20, 30], [3, 1, 2]]
     swatch = page.find("#table .swatch")[0].value_of_css_property("background-color")
     canvas = Image.open(io.BytesIO(page.find("#curves canvas")[0].screenshot_as_png)).convert("RGB")
     wanted = [int(part) for part in re.findall(r"\d+", swatch)[:3]]
     colors: Any = canvas.getcolors(1 << 24)  # (how many, (red, green, blue))
     assert sum(count for count, near in colors if all(abs(one - other) < 40 for one, other in zip(near, wanted))) > 20
+    over = page.find(".u-over")[0]
+    x, y = page.script("return [charts[0].plot.valToPos(20, 'x'), charts[0].plot.valToPos(2.2, 'y')]")
+    there = ActionChains(page.driver).move_to_element_with_offset(over, -1, -1)  # from a point of the same chart
+    there.move_to_element_with_offset(over, round(x - over.size["width"] / 2), round(y - over.size["height"] / 2)).perform()
+    page.wait(lambda: page.find("figcaption")[0].text.endswith("second: 2.2000 at 20"))
+    there.click_and_hold().move_by_offset(over.size["width"] // 4, 0).release().perform()
+    page.wait(
+        lambda: page.script("return charts.every((chart) => chart.plot.scales.x.min > 19 && chart.plot.scales.x.max < 27)")
+    )
     page.set("smooth", 0.5)
     # of 3, 1, 2 with the weights 1; 1/2, 1; 1/4, 1/2, 1
     assert page.lines("val/loss")["first"][1] == pytest.approx([3.0, (1.5 + 1) / 1.5, (0.75 + 0.5 + 2) / 1.75])
@@ -416,7 +427,7 @@ def test_damaged_runs_are_listed_or_left_out_with_a_word(tmp_path: Path) -> None
     assert (whole.series["val/loss"].last, whole.numbers["step"], whole.state) == (1.0, 20, "preempted")
     assert next(run for run in runs if run.label == "torn metrics").series == whole.series
     odd = next(run for run in runs if run.label == "odd values")
-    assert ("packages" in odd.origin, odd.predictions) == (False, {"test": [{"d": 2}]})
+    assert (odd.origin, odd.predictions) == ({"command": "{'a': 1}", "host": "None"}, {"test": [{"d": 2}]})
 
 
 def test_a_long_training_curve_is_thinned_at_common_steps_and_keeps_its_end(tmp_path: Path) -> None:

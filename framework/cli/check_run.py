@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from framework.build.training import Builder
 
-_NARROW = 60  # columns of a terminal
 _MOST_ROWS = 8  # in the table at a run's start, so that it fits into the first screen
 
 
@@ -57,7 +56,7 @@ def _memory(build: "Builder") -> str:
     except (ValueError, OSError) as error:
         return f"memory: not known ({error})"
     parts = ", ".join(f"{kind} {in_gib(count)}" for kind, count in kept.items() if count)
-    return f"memory: rank 0 keeps {in_gib(sum(kept.values()))} between steps ({parts}), and activations in addition"
+    return f"memory: rank 0 keeps at least {in_gib(sum(kept.values()))} between steps ({parts}), and activations in addition"
 
 
 def _rows(build: "Builder") -> list[dict[str, Any]]:
@@ -87,36 +86,34 @@ def show_model(build: "Builder") -> None:
 
 
 def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = False) -> None:
-    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only."""
+    """Print a table of a model's modules, as wide as the terminal. With `is_short`, print the first outermost modules only.
+
+    A narrow terminal gets no shapes.
+    """
     from rich.console import Console
 
     named = [(row["name"], row) for row in rows]
     shown = [(name, row) for name, row in named if "." not in name][:_MOST_ROWS] if is_short else named
     console = Console(file=file, width=None if file.isatty() else 120)
-    console.print(_table(shown, without="returns" if console.width < _NARROW else ""))
+    console.print(_table(shown, is_narrow=console.width < 60))
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown)} more: mode=check shows all", highlight=False)
 
 
-def _table(named: list[tuple[str, dict[str, Any]]], *, without: str) -> "Table":
+def _table(named: list[tuple[str, dict[str, Any]]], *, is_narrow: bool) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="none")  # no "\x1b" under NO_COLOR
-    kept = [name for name in ("module", "kind", "returns", "parameters", "FLOPs") if name != without]
-    for name in kept:
+    for name in ("module", "kind", *(() if is_narrow else ("returns",)), "parameters", "FLOPs"):
         is_number = name in ("parameters", "FLOPs")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold", min_width=4)
     for module, row in named:
         several = f"{row['count']} x " if row["count"] > 1 else ""
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
-        cells = {
-            "module": module or "(the model)",
-            "kind": row["kind"],
-            "returns": row["shape"],
-            "parameters": f"{several}{row['parameters']:,}{frozen}",
-            "FLOPs": "" if row["flops"] is None else f"{several}{_short(row['flops'])}",
-        }
-        table.add_row(*(cells[name] for name in kept))
+        parameters = f"{several}{row['parameters']:,}{frozen}"
+        flops = "" if row["flops"] is None else f"{several}{_short(row['flops'])}"
+        shape = () if is_narrow else (row["shape"],)
+        table.add_row(module or "(the model)", row["kind"], *shape, parameters, flops)
     return table
 
 

@@ -29,6 +29,8 @@ _COPIES = 5  # of the parameters, while a rank is built: two, the gradients, and
 def kept_memory(build: Builder, *, rank: int = 0) -> dict[str, int]:
     """Return a rank's bytes of parameters, buffers, gradients, optimizer state and averages. Activations are not among them.
 
+    A gradient counts as large as its parameter; tensor parallelism can have a larger one.
+
     Raise ValueError if building a rank needs more memory than is free, or if the strategy cannot be built without the others.
     """
     model = components.shapes_of(build.config.model, seed=build.config.seed)

@@ -18,6 +18,7 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 
 _BAR, _NUMBER = 10, 11  # columns of the live line's bar, and of a number with its star in a row
+_NARROW = 60  # in a terminal with fewer columns, the live line has no bar
 _SHOW_CURSOR = b"\r\n\x1b[?25h"  # the live line hides the terminal's cursor
 
 
@@ -38,7 +39,8 @@ class Terminal:
         numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=wide)
         step = TextColumn("{task.completed:.0f}/{task.total:.0f}")
         times = TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(compact=True)
-        self._progress = _Line(BarColumn(_BAR), step, numbers, *times, console=console, transient=True, expand=True)
+        bar = [BarColumn(_BAR)] if console.width >= _NARROW else []
+        self._progress = _Line(*bar, step, numbers, *times, console=console, transient=True, expand=True)
         self._task = self._progress.add_task("", total=run.total_steps, completed=run.step, numbers="")
         self._progress.start()
         _log_to_stderr()

@@ -50,7 +50,7 @@ def code_differences(first: Path, second: Path) -> list[str]:
 
 def environment_differences(first: Path, second: Path) -> TwoValues:
     """Return the differences in the environments of the latest starts: commit, packages, Python, hosts and devices."""
-    return _differing(*(_environment(latest_start(path)) for path in (first, second)))
+    return _differing(*(environment_of(latest_start(path)) for path in (first, second)))
 
 
 def rows_difference(first: Path, second: Path) -> RowsDifference:
@@ -108,13 +108,8 @@ def latest_start(path: Path) -> dict[str, Any]:
     return starts[-1] if starts else {}
 
 
-def _code_of(path: Path) -> Mapping[str, dict[str, str]]:
-    content = Provenance(path).read()
-    modules = content["code"].get(content["starts"][-1].get("code")) if content["starts"] else None
-    return {name: parts for name, parts in modules.items() if isinstance(parts, dict)} if isinstance(modules, dict) else {}
-
-
-def _environment(start: dict[str, Any]) -> dict[str, str]:
+def environment_of(start: dict[str, Any]) -> dict[str, str]:
+    """Return the environment of a start: versions, commit, packages, hosts and devices."""
     git, packages, workers = start.get("git"), start.get("packages"), start.get("workers")
     found: dict[str, str] = {name: str(start[name]) for name in ("framework", "python") if name in start}
     if isinstance(git, dict):
@@ -122,6 +117,12 @@ def _environment(start: dict[str, Any]) -> dict[str, str]:
     found |= {name: str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
     latest = workers[-1] if isinstance(workers, list) and workers and isinstance(workers[-1], dict) else {}
     return found | {name: text_of(latest[name]) for name in ("hosts", "devices") if name in latest}
+
+
+def _code_of(path: Path) -> Mapping[str, dict[str, str]]:
+    content = Provenance(path).read()
+    modules = content["code"].get(content["starts"][-1].get("code")) if content["starts"] else None
+    return {name: parts for name, parts in modules.items() if isinstance(parts, dict)} if isinstance(modules, dict) else {}
 
 
 def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> TwoValues:

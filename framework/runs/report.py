@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from framework.config.folders import parse_yaml
+from framework.runs.compare import environment_of, latest_start
 from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.history import Series, number, read_history
-from framework.runs.provenance import Provenance
 from framework.runs.settings import TextByKey, settings_of
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
@@ -134,14 +134,9 @@ def _read_origin(path: Path) -> dict[str, str]:
     file = path / "provenance.json"
     if not file.is_file() or file.stat().st_size > _MOST_BYTES:
         return {}
-    start = (Provenance(path).read()["starts"] or [{}])[-1]
-    git, packages = start.get("git"), start.get("packages")
-    facts = {name: str(start[name]) for name in ("at", "command", "host", "framework", "python") if name in start}
-    if isinstance(git, dict):
-        facts["commit"] = f"{git.get('commit')}{' with changes' if git.get('diff') else ''}"
-    if isinstance(packages, dict):
-        facts["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items())
-    return {name: printable(text) for name, text in facts.items()}
+    start = latest_start(path)
+    facts = {name: str(start[name]) for name in ("at", "command", "host") if name in start} | environment_of(start)
+    return {printable(name): printable(text) for name, text in facts.items()}
 
 
 def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:
