@@ -1,13 +1,17 @@
 """The process groups of a run: the stores through which the ranks meet, the groups, and the actions at the end."""
 
 import functools
+import math
+import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -84,21 +88,37 @@ def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -
 
 
 def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
-    """Serve a store on this host's address and the first free port of `ports` (0: any port). Return the store and the port.
+    """Serve a store on the first free port of `ports` (0: any port). Return the store and the port.
 
-    The server lives as long as the returned object. Raise OSError if no port is free.
+    `host` is an address of this host; empty: all addresses. The server lives as long as the returned object. Raise OSError if
+    no port is free.
     """
     fault: OSError | None = None
+    every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
     for port in ports:
         try:
-            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            how = every if not host else {"family": socket.AF_INET6 if ":" in host else socket.AF_INET}
+            listener = socket.create_server((host, port), **how)  # type: ignore[arg-type]
         except OSError as error:
             fault = error
             continue
         port = listener.getsockname()[1]
         # open the socket here: TCPStore's own socket listens on every network (pytorch#173909)
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
+        store = dist.TCPStore(
+            host or "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return store, port
     raise fault or OSError("no port for the store")
+
+
+def connect_store(host: str, port: int, *, silent_s: float) -> dist.Store:
+    """Return a store that another process serves. Its methods raise RuntimeError if they get no answer within `silent_s`."""
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=silent_s))
+    for entry in psutil.Process().net_connections("tcp"):
+        if entry.raddr and entry.raddr.port == port:  # torch would wait for the answer of a lost host forever
+            with socket.socket(fileno=os.dup(entry.fd)) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(silent_s), 0))
+    return store
 
 
 def awaited(store: dist.Store, key: str, *, timeout: timedelta) -> bytes:

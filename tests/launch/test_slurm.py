@@ -297,8 +297,20 @@ def test_a_node_that_slurm_has_lost_leaves_the_run_to_the_next_attempt(
     requeued_at = time.time()
     run.wait_for_step(world_size=1, after=requeued_at)  # still the old one's
     assert "continuing" not in run.log()
-    run._wait(lambda: "a newer attempt of this job" in run.log(), timeout_s=90, what="the old one's end")
+    run._wait(lambda: "has been taken by process" in run.log(), timeout_s=90, what="the old one's end")
     run._wait(lambda: "continuing from" in run.log(), timeout_s=90, what="the new one's beginning")
+    assert_ends_as(run, one(), restarts=1)
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_the_processes_of_its_first_node_requeues_itself(cluster: Path, submitted: Callable[..., Run]) -> None:
+    """Slurm sees only that a task has failed: the other node has lost the store."""
+    run = submitted()
+    first = ask("scontrol", "show", "hostnames", facts(run.job)["NodeList"]).split()[0]
+    for process in tasks_of(cluster, first):
+        if "take_node" in " ".join(process.cmdline()):
+            process.kill()
+    run.wait_for_restart()
     assert_ends_as(run, one(), restarts=1)
 
 

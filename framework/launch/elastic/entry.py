@@ -35,12 +35,12 @@ class RoundEntry:
                 store.set("decision", as_text(begun.frozen if isinstance(begun, ClaimedRun) else begun))
             taken = from_text(store.get("decision").decode())
         except Exception as error:
-            record_failure(error, environment=environment, scratch=self.folder)
+            record_failure(error, environment=environment, scratch=node_folder)
             raise
         if not isinstance(taken, FrozenConfig):
             return taken
         with begun.mirrored() if isinstance(begun, ClaimedRun) else nullcontext(int) as settle:
-            return settle(work(taken, self.folder, node_scratch=node_folder))
+            return settle(work(taken, node_folder))
 
     def _decide(self) -> ClaimedRun | int:
         """Claim the directory. This process keeps the lock until it ends. Return an exit code if nothing is left to do."""

@@ -1,18 +1,40 @@
-"""The network between the workers of different nodes, for libraries that do not find it by themselves."""
+"""The networks of this node, for libraries that do not find the network between the workers by themselves."""
 
-import os
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from framework.launch.elastic.links import interface_of, is_loopback, own_addresses
-from framework.launch.elastic.membership import Member
-from framework.runtime.environment import node_name, variables
-from framework.runtime.lock import process_identity
-from framework.runtime.problem import Problem
+import psutil
+
+from framework.runtime.environment import variables
 
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def own_addresses(interface: str | None = None) -> list[str]:
+    """Return this node's addresses, one network after the other, loopback last. With `interface`, return only its addresses.
+
+    Other nodes on the same machine may be reachable over loopback.
+    """
+    found: list[str] = []
+    with suppress(OSError):  # first the addresses of the host's name, which libraries use
+        found = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    own = [entry.address for name, entries in psutil.net_if_addrs().items() for entry in entries
+           if entry.family in (socket.AF_INET, socket.AF_INET6) and interface in (None, name)
+           and not entry.address.startswith("fe80:")]  # fmt: skip
+    ordered = [address for address in dict.fromkeys(found) if address in own] + own
+    return sorted(dict.fromkeys(ordered), key=_is_loopback)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address, or None."""
+    owners = [name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == address]
+    return owners[0] if owners else None
 
 
 @dataclass(frozen=True)
@@ -20,27 +42,18 @@ class Network:
     """This node's networks, and the libraries' variables that the user has set."""
 
     addresses: list[str]
-    machine: str  # nodes on the same machine reach each other over loopback
     given: tuple[str, ...]
 
     @classmethod
     def find(cls) -> "Network":
         given = tuple(name for name in _VARIABLES if variables().get(name))
         gloos = variables().get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        machine = node_name()
-        with suppress(OSError):
-            machine = f"{process_identity().get('boot')} {os.readlink('/proc/self/ns/net')}"
-        return cls(own_addresses(gloos or None), machine, given)
+        return cls(own_addresses(gloos or None), given)
 
-    def fault(self, nodes: Iterable[Member]) -> str | None:
-        """Return why no other host can reach this host, if there are other hosts. Return None if no reason is known."""
-        others = [node.host for node in nodes if node.machine != self.machine]
-        if not others or not all(map(is_loopback, self.addresses)):
-            return None
-        chosen = f"GLOO_SOCKET_IFNAME={variables()['GLOO_SOCKET_IFNAME']}" if self.given else "this host's only network"
-        better = [interface_of(address) for address in own_addresses() if not is_loopback(address)]
-        cure = f"GLOO_SOCKET_IFNAME={better[0]}" if better else "a network that all hosts are on"
-        return str(Problem("launch.nnodes", f"{chosen} belongs to {node_name()} alone, and {others[0]} is another host", cure))
+    @property
+    def given_address(self) -> str | None:
+        """The address of the interface that the user has chosen, or None."""
+        return self.addresses[0] if "GLOO_SOCKET_IFNAME" in self.given and self.addresses else None
 
     def towards(self, host: str) -> str | None:
         """Return the interface for connections to `host`. Return None if `host` is a loopback name of this machine."""
@@ -49,11 +62,11 @@ class Network:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)  # with UDP, this sends nothing
                 own = str(probe.getsockname()[0])
-            if not is_loopback(own):
+            if not _is_loopback(own):
                 return interface_of(own)
-            if is_loopback(host) or host == "localhost":
+            if _is_loopback(host) or host == "localhost":
                 return None
-        reached = [address for address in self.addresses if not is_loopback(address)]  # `host` is another name of this machine
+        reached = [address for address in self.addresses if not _is_loopback(address)]  # `host` is another name of this machine
         return interface_of(reached[0]) if reached else None
 
     def use(self, interface: str | None, *, libraries: Iterable[str] = _VARIABLES) -> None:
