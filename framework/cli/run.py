@@ -15,8 +15,8 @@ from framework.config.modes import MODES, Command, Mode, folder_of
 from framework.config.schema import RunConfig, completed
 from framework.config.targets import locate
 from framework.config.validation import validate
-from framework.launch.catch_up import catch_up
 from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
+from framework.launch.mirrored import put_missing
 from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
@@ -137,7 +137,7 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
                 return print_problems(problems)
             if is_finished(config.run):
                 accept_code(config.run, config.targets())
-                return catch_up(config.run, config.logger, name=config.name, config=config.plain())
+                return put_missing(config.run, name=config.name)
             if problems := draft.change("run", with_fetched_resume):
                 return print_problems(problems)
             config = draft.config or config
