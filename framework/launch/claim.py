@@ -1,7 +1,6 @@
 """The claim of a run's directory for this launch, and the report that a run is finished."""
 
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig, RunSection
+from framework.launch.decision import publish, received
 from framework.launch.mirrored import Settle, mirror_of, mirrored, refused
 from framework.launch.scratch import remove_scratch
 from framework.preflight.check import code_problems, resume_problems
@@ -131,26 +131,18 @@ def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Ex
     return mirror
 
 
-def as_text(decision: FrozenConfig | int) -> str:
-    """Return rank 0's decision as text for the other ranks: `DIGEST TOKEN PATH`, or an exit code."""
-    if isinstance(decision, FrozenConfig):
-        return f"{decision.digest} {decision.token} {decision.path.absolute()}"
-    return str(int(decision))
-
-
-def from_text(text: str) -> FrozenConfig | int:
-    """Return the decision in a text from rank 0."""
-    first, *rest = text.split(" ", 2)
-    return FrozenConfig(Path(rest[1]), digest=first, token=rest[0]) if rest else int(first)
-
-
 def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
-    """Print the problems, one per line, and return the exit code. Under a launcher, only rank 0 prints, unless `each_rank`."""
+    """Print the problems, one per line, and return the exit code. Under a launcher, only rank 0 prints, unless `each_rank`.
+
+    A launcher ends all ranks when one of them ends: the others wait until rank 0 has printed.
+    """
     code = next((problem.code for problem in problems if problem.code == Exit.CONFIGURATION), problems[0].code)
-    if Environment.read().rank != 0:
-        time.sleep(5)  # a launcher ends all ranks when one ends: rank 0 must print before
-        if not each_rank:
-            return code
+    environment = Environment.read()
+    if environment.rank != 0 and not each_rank:
+        received(environment=environment)
+        return code
     for problem in problems:
-        print(problem, file=sys.stderr)
+        print(problem, file=sys.stderr, flush=True)
+    if environment.is_launched and not each_rank:
+        publish(code, environment=environment)
     return code

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 
 from framework.config.frozen_file import FrozenConfig, digest_of
-from framework.launch.claim import ClaimedRun, as_text, from_text, print_problems
+from framework.launch.claim import ClaimedRun, print_problems
+from framework.launch.decision import PATIENCE, publish, rank_0_works, received, store_of
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, Interrupted, headline, is_lost_peer
@@ -29,8 +29,12 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
     is_one = line is None or _have_one_line(line, environment=environment)
     begun = None
     if environment.rank == 0:  # this process keeps the lock of a run until it ends
-        begun = _begun(begin) if is_one else print_problems([_SEVERAL])
-    taken = _from_rank_0(begun.frozen if isinstance(begun, ClaimedRun) else begun, environment=environment)
+        with rank_0_works(environment):
+            begun = _begun(begin) if is_one else print_problems([_SEVERAL])
+        taken = begun.frozen if isinstance(begun, ClaimedRun) else begun
+        publish(taken, environment=environment)
+    else:
+        taken = received(environment=environment)
     if isinstance(taken, FrozenConfig):
         from framework.launch.worker import work
 
@@ -61,26 +65,12 @@ _SEVERAL = Problem("srun", "its tasks have different commands, but are the proce
 
 def _have_one_line(line: list[str], *, environment: Environment) -> bool:
     """Return, on rank 0, whether all processes have the same command line."""
-    from framework.distributed.groups import awaited, launcher_store
+    from framework.distributed.groups import awaited
 
-    store = launcher_store(environment, timeout=_PATIENCE, part="line")
+    store = store_of(environment, part="line")
     mine = digest_of(line)
     if environment.rank != 0:
         store.set(str(environment.rank), mine)
         return True
-    others = [awaited(store, str(rank), timeout=_PATIENCE).decode() for rank in range(1, environment.world_size)]
+    others = [awaited(store, str(rank), timeout=PATIENCE).decode() for rank in range(1, environment.world_size)]
     return all(other == mine for other in others)
-
-
-def _from_rank_0(decision: FrozenConfig | int | None, *, environment: Environment) -> FrozenConfig | int:
-    """Return rank 0's decision on every rank. Collective."""
-    text = None if decision is None else as_text(decision)
-    from framework.distributed.groups import awaited, launcher_store
-
-    store = launcher_store(environment, timeout=_PATIENCE, part="start")
-    if text is not None:
-        store.set("decision", text)
-    return from_text(awaited(store, "decision", timeout=_PATIENCE).decode())
-
-
-_PATIENCE = timedelta(minutes=10)

@@ -2,14 +2,13 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
-from framework.distributed.groups import launcher_store
-from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
+from framework.launch.claim import ClaimedRun, claim, is_finished
+from framework.launch.decision import publish, rank_0_works, received
 from framework.launch.failures import record_failure
 from framework.launch.worker import work
 from framework.runtime import log
@@ -29,11 +28,13 @@ class RoundEntry:
         environment = Environment.read()
         log.start_console(rank=environment.rank)
         try:
-            store = launcher_store(environment, timeout=timedelta(minutes=10), part="start")
-            begun = self._decide() if environment.rank == 0 else None
-            if begun is not None:
-                store.set("decision", as_text(begun.frozen if isinstance(begun, ClaimedRun) else begun))
-            taken = from_text(store.get("decision").decode())
+            if environment.rank == 0:
+                with rank_0_works(environment):
+                    begun = self._decide()
+                taken = begun.frozen if isinstance(begun, ClaimedRun) else begun
+                publish(taken, environment=environment)
+            else:
+                begun, taken = None, received(environment=environment)
         except Exception as error:
             record_failure(error, environment=environment, scratch=node_folder)
             raise
