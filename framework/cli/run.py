@@ -141,6 +141,8 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
             if problems := draft.change("run", with_fetched_resume):
                 return print_problems(problems)
             config = draft.config or config
+    draft.check(job_problems)  # before the rehearsal, which takes longer
+    if config is not None:
         from framework.preflight.child import problems_in_child
         from framework.preflight.dry_build import dry_build
 
@@ -156,7 +158,6 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
             draft.add(rehearse(build) if config.rehearse else [])
             if not draft.problems:
                 show_model(build)
-    draft.check(job_problems)
     return print_problems(draft.problems) if draft.problems or config is None else config
 
 
