@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, digest_of
 from framework.launch.claim import ClaimedRun, print_problems
@@ -21,34 +22,43 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
     """
     die_with_parent()
     if environment.world_size > environment.local_world_size:
-        from framework.launch.elastic.network import Network  # imports torch
+        from framework.launch.network import Network  # imports psutil
 
         network = Network.find()
         # NCCL finds its networks by itself, and may use several networks
         network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME",))
     is_one = line is None or _have_one_line(line, environment=environment)
-    begun = None
-    if environment.rank == 0:  # this process keeps the lock of a run until it ends
-        with rank_0_works(environment):
-            begun = _begun(begin) if is_one else print_problems([_SEVERAL])
-        taken = begun.frozen if isinstance(begun, ClaimedRun) else begun
-        publish(taken, environment=environment)
-    else:
-        taken = received(environment=environment)
-    if isinstance(taken, FrozenConfig):
-        from framework.launch.worker import work
+    begun, taken = agree(lambda: _begun(begin) if is_one else print_problems([_SEVERAL]), environment=environment)
+    if not isinstance(taken, FrozenConfig):
+        return taken
+    try:
+        return carry_out(taken, begun=begun, scratch=None)
+    except Exception as error:
+        LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
+        if environment.is_foreign and not is_lost_peer(error):  # rank 0 cannot record it, because the launcher ends rank 0
+            text = f"rank {environment.rank}: {headline(error)}"
+            RunDirectory(taken.path.parent).record_end(status="failed", error=text)
+        return Exit.FAILED
 
-        frozen = taken
-        try:
-            with begun.mirrored() if isinstance(begun, ClaimedRun) else nullcontext(int) as settle:
-                taken = settle(work(frozen, None))
-        except Exception as error:
-            LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
-            if environment.is_foreign and not is_lost_peer(error):  # rank 0 cannot record it, because the launcher ends rank 0
-                text = f"rank {environment.rank}: {headline(error)}"
-                RunDirectory(frozen.path.parent).record_end(status="failed", error=text)
-            return Exit.FAILED
-    return taken
+
+def agree(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> tuple[ClaimedRun | None, FrozenConfig | int]:
+    """Return what rank 0 has begun (None on other ranks; rank 0 keeps its lock), and the decision for all ranks. Collective."""
+    if environment.rank != 0:
+        return None, received(environment=environment)
+    with rank_0_works(environment):
+        begun = begin()
+    run = begun if isinstance(begun, ClaimedRun) else None
+    taken = begun.frozen if isinstance(begun, ClaimedRun) else begun
+    publish(taken, environment=environment)
+    return run, taken
+
+
+def carry_out(frozen: FrozenConfig, *, begun: ClaimedRun | None, scratch: Path | None) -> int:
+    """Do this rank's part of the run, with the mirror on rank 0. Return the exit code."""
+    from framework.launch.worker import work  # imports torch
+
+    with nullcontext(int) if begun is None else begun.mirrored() as settle:
+        return settle(work(frozen, scratch))
 
 
 def _begun(begin: Callable[[], ClaimedRun | int]) -> ClaimedRun | int:

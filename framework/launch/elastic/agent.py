@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
@@ -15,9 +14,9 @@ from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig
 from framework.distributed.hang.diagnose import is_of_others
 from framework.launch.elastic.entry import RoundEntry
-from framework.launch.elastic.meeting import SILENT_S, Meeting, StoreLost
-from framework.launch.elastic.network import Network
+from framework.launch.elastic.meeting import SILENT_S, Meeting, StoreLost, meeting_folder
 from framework.launch.failures import Failure, cause, recorded_failures, report
+from framework.launch.network import Network
 from framework.launch.scratch import new_folder, remove_scratch
 from framework.launch.worker import Agent, prepare
 from framework.preflight.processes import fitting_nodes
@@ -34,10 +33,6 @@ _POLL_S = 0.25
 _LAST_CALL_S = 3.0  # from the arrival of enough nodes until a round starts with fewer nodes than allowed
 _GRACE_S = 5.0  # time for workers to notice that other workers have ended
 _TO_EXPLAIN_S = SILENT_S + 4.0  # from lost connections until the node that has caused it is known
-
-
-def meeting_folder(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name.lstrip('.')}.elastic")
 
 
 def take_part(config: RunConfig, *, attempt: list[int] | None = None, is_first: bool | None = None) -> int:
@@ -110,7 +105,7 @@ class _Agent(Agent):
                     self._start(round)
                     self._watch(round)
                 elif round:
-                    self._wait_out(round)
+                    self._wait_out()
             self._report(end["code"], end["error"])
             meeting.leave(lambda: [int(name[:6]) for name in self._look().alive])
             return int(end["code"])
@@ -199,10 +194,7 @@ class _Agent(Agent):
         """Return whether the round has lost a node, or the nodes have left it."""
         return view.number != self._number or not {*self._members} <= {*view.members}
 
-    def _may_grow(self, view: RoundView) -> bool:
-        return self._size_for(len(view.members) + view.num_waiting) > len(self._members)
-
-    def _wait_out(self, round: int) -> None:
+    def _wait_out(self) -> None:
         """Wait until a round ends that has no place for this node: the number of nodes does not fit the strategy's mesh."""
         while not self._is_over(self._look()) and self._meeting.recorded("end") is None:
             self._stops()
@@ -217,7 +209,8 @@ class _Agent(Agent):
             if not self.verdict and self._meeting.recorded(f"verdict_{round}"):
                 self.look()  # the ranks of another node have waited until the time-out
             stops = self._stops()
-            if not is_stopping and (stops or self._may_grow(view)):
+            may_grow = self._size_for(len(view.members) + view.num_waiting) > len(self._members)
+            if not is_stopping and (stops or may_grow):
                 if not stops:
                     self._meeting.first(f"regroup_{round}", True)
                 self.signal_workers(signal.SIGTERM)

@@ -8,6 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from framework.distributed.groups import connect_store, serve_store
-from framework.launch.elastic.network import Network, interface_of
+from framework.launch.network import Network, interface_of
 from framework.runtime.environment import node_name
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.files import replacing
@@ -26,6 +27,11 @@ SILENT_S = 8.0  # without an answer: the store, or a node, counts as lost
 _POLL_S = 0.25
 _CONNECT_S = 2.0
 _MOST_SKEW_S = 5.0  # torch compares the clocks of the nodes
+
+
+def meeting_folder(directory: Path) -> Path:
+    """Return the folder, beside a run's directory, of the file that names the store."""
+    return directory.with_name(f".{directory.name.lstrip('.')}.elastic")
 
 
 class StoreLost(Interrupted, code=Exit.PREEMPTED):
@@ -165,7 +171,8 @@ class Meeting:
     def leave(self, alive: Callable[[], list[int]]) -> None:
         """Leave. The node that serves waits for the others to leave or to be lost (`alive` are the others' numbers)."""
         if not self.serves:
-            self.first(f"gone_{self.number}", True)
+            with suppress(StoreLost):  # this node knows already how the run has ended
+                self.first(f"gone_{self.number}", True)
             return
         while any(self.recorded(f"gone_{number}") is None for number in alive() if number != self.number):
             time.sleep(_POLL_S)
