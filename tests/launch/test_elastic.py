@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+import framework.launch.elastic.meeting
 from framework.launch.elastic.meeting import SignedBackend
 from framework.training.loop import Trainer
 from tests import harness
@@ -296,6 +298,21 @@ def test_another_command_on_another_node_is_refused(cluster: Callable[..., Clust
     refused = both.start("launch.nnodes=1:3").end()
     assert refused.code == 78
     assert "another command than on the run's other nodes: sizes [1, 2, 3] here and [1, 2] there" in refused.output
+    both.finish()
+    assert both.nodes[0].end().code == 0
+
+
+@pytest.mark.slow
+def test_a_node_with_another_time_is_refused(cluster: Callable[..., Cluster]) -> None:
+    def be_late() -> None:
+        clock = SimpleNamespace(time=lambda: time.time() - 60, monotonic=time.monotonic, sleep=time.sleep)
+        framework.launch.elastic.meeting.time = clock  # type: ignore[attr-defined]
+
+    both = cluster(*RUN, *ELASTIC)
+    both.start()
+    wait_for_store(both)
+    refused = both.start(before=be_late).end()
+    assert refused.code == 78 and re.search("the clock of this host differs by -(59|60|61) s from that of ", refused.output)
     both.finish()
     assert both.nodes[0].end().code == 0
 

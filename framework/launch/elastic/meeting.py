@@ -67,7 +67,7 @@ class Meeting:
                                    f" ({self._where()})")  # fmt: skip
             time.sleep(_POLL_S)
         if not self.serves and abs(skew_s := time.time() - self.recorded("clock")) > _MOST_SKEW_S:
-            raise ValueError(f"the clock of this host differs by {skew_s:.0f} s from that of {self._place().get('name')}")
+            raise ValueError(f"the clock of this host differs by {skew_s:.0f} s from that of {self._place().get('node')}")
         there = self.first("command", command)
         if there != command:
             differing = [f"{key} {value} here and {there[key]} there" for key, value in command.items() if there[key] != value]
@@ -91,7 +91,7 @@ class Meeting:
         self._store, self.port = serve_store(self.network.given_address or "", ports=self._ports)
         self._secret, self.serves = secrets.token_hex(16), True
         self._store.set(self._secret, "")
-        place = {"token": self._lock.token, "attempt": self._attempt, "name": node_name(), "port": self.port}
+        place = {"token": self._lock.token, "attempt": self._attempt, "node": node_name(), "port": self.port}
         with replacing(self._file) as beside:
             beside.touch(mode=0o600)
             beside.write_text(json.dumps(place | {"addresses": self.network.addresses, "secret": self._secret}))
@@ -134,7 +134,7 @@ class Meeting:
 
     def _where(self) -> str:
         place = self._place()
-        return f"{place['name']}, {', '.join(place['addresses'])}" if "name" in place else "no node serves it"
+        return f"{place['node']}, {', '.join(place['addresses'])}" if "node" in place else "no node serves it"
 
     # --- values, as JSON
 
