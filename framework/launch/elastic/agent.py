@@ -93,11 +93,11 @@ class _Agent(Agent):
         self.place.master_addr, self.place.master_port = meeting.host, meeting.port
         self._backend = meeting.backend(self._require_next)
         self._nodes = DynamicRendezvous.from_backend(
-            self.place.get_run_id(), self._backend._store, self._backend, sizes[0], sizes[-1], self._name,
+            self.place.get_run_id(), meeting.store, self._backend, sizes[0], sizes[-1], self._name,
             RendezvousTimeout(join=timedelta(seconds=timeout_s), last_call=timedelta(seconds=_LAST_CALL_S)),
             keep_alive_interval=1, keep_alive_max_attempt=int(SILENT_S),
         )  # fmt: skip
-        self._nodes.use_store(self._backend._store, meeting.host, meeting.port)
+        self._nodes.use_store(meeting.store, meeting.host, meeting.port)
         try:
             while (end := meeting.recorded("end")) is None:
                 round = self._next_round()

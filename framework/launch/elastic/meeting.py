@@ -80,6 +80,8 @@ class Meeting:
             return False
         try:
             self._lock.take()
+        except FileNotFoundError:  # the node that has served the store has just removed the folder
+            return False
         except RunLocked:
             if self._is_first:
                 raise
@@ -88,9 +90,9 @@ class Meeting:
             if path != self._lock.path:
                 path.unlink()
         self.host = self.network.given_address or "127.0.0.1"
-        self._store, self.port = serve_store(self.network.given_address or "", ports=self._ports)
+        self.store, self.port = serve_store(self.network.given_address or "", ports=self._ports)
         self._secret, self.serves = secrets.token_hex(16), True
-        self._store.set(self._secret, "")
+        self.store.set(_mark(self._secret), "")
         place = {"token": self._lock.token, "attempt": self._attempt, "node": node_name(), "port": self.port}
         with replacing(self._file) as beside:
             beside.touch(mode=0o600)
@@ -106,8 +108,8 @@ class Meeting:
             try:
                 with socket.create_connection((host, place["port"]), timeout=_CONNECT_S) as connection:
                     own = connection.getsockname()[0]
-                self._store = connect_store(host, place["port"], silent_s=SILENT_S)
-                if not self._store.check([place["secret"]]):  # another process of this machine has the address
+                self.store = connect_store(host, place["port"], silent_s=SILENT_S)
+                if not self.store.check([_mark(place["secret"])]):  # another process of this machine has the address
                     continue
             except (OSError, RuntimeError):
                 continue
@@ -156,7 +158,7 @@ class Meeting:
 
     def _ask(self, request: str, *arguments: Any) -> Any:
         try:
-            return getattr(self._store, request)(*arguments)
+            return getattr(self.store, request)(*arguments)
         except RuntimeError as error:
             raise self.lost() from error
 
@@ -166,7 +168,7 @@ class Meeting:
 
     def backend(self, before_join: Callable[[], None]) -> "SignedBackend":
         """Return the record of torch's rendezvous in this store."""
-        return SignedBackend(self._store, secret=self._secret, serves=self.serves, before_join=before_join)
+        return SignedBackend(self.store, secret=self._secret, serves=self.serves, before_join=before_join)
 
     def leave(self, alive: Callable[[], list[int]]) -> None:
         """Leave. The node that serves waits for the others to leave or to be lost (`alive` are the others' numbers)."""
@@ -184,6 +186,11 @@ class Meeting:
         trash = self.folder.rename(self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}"))
         self._lock.release()
         shutil.rmtree(trash, ignore_errors=True)
+
+
+def _mark(secret: str) -> str:
+    """Return the key by which a node recognises the store, without a disclosure of the secret to another program's server."""
+    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 class SignedBackend(C10dRendezvousBackend):
