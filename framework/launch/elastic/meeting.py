@@ -86,12 +86,13 @@ class Meeting:
             if self._is_first:
                 raise
             return False
+        self.serves = True
         for path in self.folder.iterdir():  # of nodes that were lost
             if path != self._lock.path:
                 path.unlink()
         self.host = self.network.given_address or "127.0.0.1"
         self.store, self.port = serve_store(self.network.given_address or "", ports=self._ports)
-        self._secret, self.serves = secrets.token_hex(16), True
+        self._secret = secrets.token_hex(16)
         self.store.set(_mark(self._secret), "")
         place = {"token": self._lock.token, "attempt": self._attempt, "node": node_name(), "port": self.port}
         with replacing(self._file) as beside:
@@ -105,20 +106,15 @@ class Meeting:
         if place.get("token") != self._lock.holder().get("token") or place.get("attempt") not in (None, self._attempt):
             return False
         for host in place["addresses"]:
-            try:
+            with suppress(OSError, RuntimeError, StoreLost):
                 with socket.create_connection((host, place["port"]), timeout=_CONNECT_S) as connection:
-                    own = connection.getsockname()[0]
+                    self._own = connection.getsockname()[0]
                 self.store = connect_store(host, place["port"], silent_s=SILENT_S)
-                if not self.store.check([_mark(place["secret"])]):  # another process of this machine has the address
-                    continue
-            except (OSError, RuntimeError):
-                continue
-            self.host, self.port, self._secret = host, place["port"], place["secret"]
-            if self.recorded("clock") is None:  # the other node has just begun
-                return False
-            self._own = own
-            self.first("host", host)
-            return True
+                self.host, self.port, self._secret = host, place["port"], place["secret"]
+                # no key: another process of this machine has the address; no clock: the other node has just begun
+                if self.store.check([_mark(self._secret)]) and self.recorded("clock") is not None:
+                    self.first("host", host)
+                    return True
         return False
 
     @property
@@ -183,9 +179,10 @@ class Meeting:
         """Remove the folder, if this node has served the store. If the run has not ended, the other nodes lose the store."""
         if not self.serves:
             return
-        trash = self.folder.rename(self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}"))
-        self._lock.release()
-        shutil.rmtree(trash, ignore_errors=True)
+        with suppress(OSError):  # a disk error leaves an old folder, which the next node that serves clears
+            trash = self.folder.rename(self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}"))
+            self._lock.release()
+            shutil.rmtree(trash, ignore_errors=True)
 
 
 def _mark(secret: str) -> str:
