@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,6 +152,18 @@ def test_elastics_agent_has_these_attributes() -> None:
     base = ast.parse(Path(str(LocalElasticAgent.__mro__[1].__init__.__code__.co_filename)).read_text())  # type: ignore[misc]
     names = {node.attr for tree in (source, base) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert {"_worker_group", "_remaining_restarts", "_pcontext"} <= names
+
+
+def test_a_rendezvous_shows_its_nodes_and_gives_workers_a_store_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    store = dist.HashStore()
+    one = ours.DynamicRendezvous.from_backend("run", store, C10dRendezvousBackend(store, "run"), 1, 1, "a node")
+    one.use_store(store, "somewhere", 1234)
+    found = one.next_rendezvous()
+    place = found.bootstrap_store_info
+    assert (found.rank, found.world_size, place.master_addr, place.master_port) == (0, 1, "somewhere", 1234)
+    assert one.look() == one.look(is_new=False) == ours.RoundView(0, True, ["a node"], 0, ["a node"])
+    one.shutdown()
 
 
 def test_a_stack_in_the_backward_pass_has_this_function() -> None:

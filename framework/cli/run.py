@@ -13,8 +13,8 @@ from framework.config.draft import Draft
 from framework.config.modes import MODES, Command, folder_of
 from framework.config.schema import RunConfig
 from framework.config.targets import locate
-from framework.launch.catch_up import catch_up
 from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
+from framework.launch.mirrored import put_missing
 from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
@@ -145,7 +145,7 @@ def _admit(draft: Draft, *, is_rehearsed: bool) -> RunConfig | int:
             return print_problems(problems)
         if is_finished(config.run):
             accept_code(config.run, config.targets())
-            return catch_up(config.run, config.logger, name=config.name, config=config.plain())
+            return put_missing(config.run, name=config.name)
         if problems := draft.change("run", with_fetched_resume):
             return print_problems(problems)
         config = draft.config

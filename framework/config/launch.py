@@ -18,7 +18,7 @@ class SlurmSection(Section):
         None, "CPUs of each node, because one task holds all processes; null = one for each process and loader worker"
     )
     gpus_per_node: Count | str | None = setting(
-        None, "N or TYPE:N, for example a100:4; 0 = none; null = one for each process, if all nodes have some"
+        None, "N or TYPE:N, for example a100:4; 0 = none; null = one for each process, if the partition has some"
     )
     constraint: str | None = setting(None, "features that the nodes must have")
     exclude: str | None = setting(None, "nodes that the job must not get")

@@ -1,13 +1,20 @@
 """The process groups of a run: the stores through which the ranks meet, the groups, and the actions at the end."""
 
 import functools
+import math
+import os
 import socket
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -78,47 +85,71 @@ def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -
     """Return a part of the launcher's TCP store. Rank 0 starts the store if it does not exist. Collective."""
     if environment.uses_agent_store:  # the store lives longer than an attempt, but each torchrun counts its own restarts
         part = f"{part}_{environment.attempt}"
-    store = _tcp_store(environment)
+    with _ONE_AT_A_TIME:  # two threads of rank 0 must not both start the store
+        store = _tcp_store(environment)
     store.set_timeout(timeout)
     return dist.PrefixStore(part, store)
 
 
 def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
-    """Serve a store on this host's address and the first free port of `ports` (0: any port). Return the store and the port.
+    """Serve a store on the first free port of `ports` (0: any port). Return the store and the port.
 
-    The server lives as long as the returned object. Raise OSError if no port is free.
+    `host` is an address of this host; empty: all addresses. The server lives as long as the returned object. Raise OSError if
+    no port is free.
     """
     fault: OSError | None = None
+    every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
     for port in ports:
         try:
-            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            how = every if not host else {"family": socket.AF_INET6 if ":" in host else socket.AF_INET}
+            listener = socket.create_server((host, port), **how)  # type: ignore[arg-type]
         except OSError as error:
             fault = error
             continue
         port = listener.getsockname()[1]
         # open the socket here: TCPStore's own socket listens on every network (pytorch#173909)
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
+        store = dist.TCPStore(
+            host or "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return store, port
     raise fault or OSError("no port for the store")
 
 
-def awaited(store: dist.Store, key: str, *, timeout: timedelta) -> bytes:
-    """Wait until a key exists, and return its value.
+def connect_store(host: str, port: int, *, silent_s: float) -> dist.Store:
+    """Return a store that another process serves. Its methods raise RuntimeError if they get no answer within `silent_s`."""
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=silent_s))
+    for entry in psutil.Process().net_connections("tcp"):
+        if entry.raddr and entry.raddr.port == port:  # torch would wait for the answer of a lost host forever
+            with socket.socket(fileno=os.dup(entry.fd)) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(silent_s), 0))
+    return store
+
+
+def awaited(store: dist.Store, key: str, *, timeout: timedelta, sign: str | None = None) -> bytes:
+    """Wait until a key exists, and return its value. As long as the number `sign` grows, another process works for it.
 
     Raise Interrupted if a signal arrives (C++ code would not notice the signal), or after `timeout`.
     """
-    _poll(lambda: store.check([key]), timeout=timeout)
+    poll(lambda: store.check([key]), timeout=timeout, sign=lambda: sign and store.add(sign, 0))
     return bytes(store.get(key))
 
 
-def _poll(is_there: Callable[[], bool], *, timeout: timedelta) -> None:
-    began = time.monotonic()
+def poll(is_there: Callable[[], bool], *, timeout: timedelta, sign: Callable[[], object] = lambda: None) -> None:
+    began, before = time.monotonic(), sign()
     while not is_there():
         waited = time.monotonic() - began
         if PREEMPTION.requested:
             raise Interrupted("stopped before all processes had started; the same command starts again")
         if waited > timeout.total_seconds():
-            raise Interrupted(f"not all processes of the run have started within {waited:.0f} s; the same command tries again")
+            if (now := sign()) == before:
+                raise Interrupted(
+                    f"not all processes of the run have started within {waited:.0f} s; the same command tries again"
+                )
+            began, before = time.monotonic(), now
         time.sleep(min(0.5, 0.01 + waited / 20))  # a thousand processes may poll
+
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @functools.cache  # rank 0 serves the store until its process ends: other ranks may still need it
@@ -126,13 +157,55 @@ def _tcp_store(environment: Environment) -> dist.Store:
     host, port, timeout = environment.master_addr, environment.master_port, timedelta(minutes=10)
     serves = environment.rank == 0 and not environment.uses_agent_store
     listener = None
+    if environment.step:
+        return _store_of_step(environment, timeout=timeout)
     if environment.local_world_size == environment.world_size and not environment.uses_agent_store:
         host = "127.0.0.1"
         # open the socket here: TCPStore's own socket listens on every network, even for 127.0.0.1 (pytorch#173909)
         listener = socket.create_server((host, port)).detach() if serves else None
     if not serves:
-        _poll(lambda: _listens(host, port), timeout=timeout)
+        poll(lambda: _listens(host, port), timeout=timeout)
     return dist.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
+
+
+_NUM_PORTS = 20
+
+
+def _store_of_step(environment: Environment, *, timeout: timedelta) -> dist.Store:
+    """Return the store of a Slurm step, on one of some ports: other jobs on the node may use the others.
+
+    Rank 0 takes the first free port. The others look for the store that contains the step's name.
+    """
+    host, ports = environment.master_addr, range(environment.master_port, environment.master_port + _NUM_PORTS)
+    if environment.rank == 0:
+        is_alone = environment.local_world_size == environment.world_size
+        store, _ = serve_store("127.0.0.1" if is_alone else "", ports=ports)
+        store.set_timeout(timeout)
+        store.set(environment.step, "")
+        return store
+    found: list[int] = []
+
+    def is_there() -> bool:
+        found.extend(port for port in ports if not found and _listens(host, port) and _is_of(environment.step, host, port))
+        return bool(found)
+
+    poll(is_there, timeout=timeout)
+    return dist.TCPStore(host, found[0], is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _is_of(step: str, host: str, port: int) -> bool:
+    """Return whether a port serves the store of a step. Another program's server may never answer: ask it in a thread."""
+    answer: Future[bool] = Future()
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answer.set_result(bool(connect_store(host, port, silent_s=_TO_ANSWER_S).check([step])))
+
+    threading.Thread(target=ask, daemon=True).start()
+    return bool(wait([answer], timeout=2 * _TO_ANSWER_S).done) and answer.result()
+
+
+_TO_ANSWER_S = 2.0
 
 
 def _listens(host: str, port: int) -> bool:

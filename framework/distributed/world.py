@@ -62,7 +62,7 @@ class World:
 
         `backend_module` is the module of a backend from another package; then the framework itself agrees over gloo. `device`
         is cpu, cuda, or auto (CUDA devices if there are any that the backend supports). `num_devices` of them belong to this
-        process (None: all that it sees). `scratch` is a folder, visible to all ranks, for a file store of this attempt.
+        process (None: all that it sees). `scratch` is a folder of this node, for a file store if all ranks are here.
         """
         rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
         kinds = None if backend_module is None else _kinds(backend, module=backend_module)

@@ -1,7 +1,6 @@
 """The claim of a run's directory for this launch, and the report that a run is finished."""
 
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig, RunSection
+from framework.launch.decision import publish, received
 from framework.launch.mirrored import Settle, mirror_of, mirrored, refused
 from framework.launch.scratch import remove_scratch
 from framework.preflight.check import code_problems, resume_problems
@@ -17,8 +17,7 @@ from framework.runs.directory import RunDirectory
 from framework.runs.facts import result, say
 from framework.runs.lineage import parents_of
 from framework.runs.metrics_file import read_rows
-from framework.runs.mirror import Holding, Mirror
-from framework.runs.mirror_fetch import bring_back
+from framework.runs.mirror import Mirror, committed
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, RunEnded
@@ -37,13 +36,13 @@ class ClaimedRun:
     config: RunConfig
     frozen: FrozenConfig
     lock: Lock
-    mirror: tuple[Mirror, Holding] | None = None
+    mirror: Mirror | None = None
 
     def mirrored(self) -> AbstractContextManager[Settle]:
         """Keep the run's mirror up to date, if it has one. Yield a function from the work's exit code to the command's."""
         if self.mirror is None:
             return nullcontext(lambda code: code)
-        return mirrored(*self.mirror, grace_s=self.config.launch.grace_s)
+        return mirrored(self.mirror, grace_s=self.config.launch.grace_s)
 
 
 def is_finished(run: RunSection) -> bool:
@@ -85,7 +84,9 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | 
     lock = Lock(folder, party=party)
     try:
         mirror = None if is_beside else mirror_of(config.run, name=config.name)
-        has_none = mirror is not None and not mirror.look().checkpoints  # find a wrong place before anything is written
+        has_none = mirror is not None and not committed(
+            mirror.objects.listing()
+        )  # find a wrong place before anything is written
         if has_none and config.run.resume == "must" and (problems := resume_problems("must", directory)):
             return print_problems(problems)
         require_room(folder)
@@ -95,7 +96,7 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | 
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
         is_submission = config.launch.kind == "slurm" and party is None
         if mirror is not None and config.run.resume == "never":
-            mirror.begin_anew()
+            mirror.move_aside()
         held = None if mirror is None or is_submission else _hold(mirror, config.run, targets=config.targets())
         if isinstance(held, Exit):
             lock.release()
@@ -118,39 +119,30 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | 
         return Exit.DISK
 
 
-def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> tuple[Mirror, Holding] | Exit:
-    """Fetch what the mirror has ahead of the directory, and claim the mirror. Return an exit code if nothing is left to do."""
-    contents = mirror.look()
-    mirror.require_free(contents)
-    if bring_back(mirror, contents):
+def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Exit:
+    """Take the mirror, and fetch what it has ahead of the directory. Return an exit code if nothing is left to do."""
+    mirror.take()
+    if mirror.bring_back():
         if problems := code_problems(run, targets):
             return print_problems(problems)
         if is_finished(run):
             accept_code(run, targets)
             return Exit.FINISHED
-    return mirror, mirror.take(contents)
-
-
-def as_text(decision: FrozenConfig | int) -> str:
-    """Return rank 0's decision as text for the other ranks: `DIGEST TOKEN PATH`, or an exit code."""
-    if isinstance(decision, FrozenConfig):
-        return f"{decision.digest} {decision.token} {decision.path.absolute()}"
-    return str(int(decision))
-
-
-def from_text(text: str) -> FrozenConfig | int:
-    """Return the decision in a text from rank 0."""
-    first, *rest = text.split(" ", 2)
-    return FrozenConfig(Path(rest[1]), digest=first, token=rest[0]) if rest else int(first)
+    return mirror
 
 
 def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
-    """Print the problems, one per line, and return the exit code. Under a launcher, only rank 0 prints, unless `each_rank`."""
+    """Print the problems, one per line, and return the exit code. Under a launcher, only rank 0 prints, unless `each_rank`.
+
+    A launcher ends all ranks when one of them ends: the others wait until rank 0 has printed.
+    """
     code = next((problem.code for problem in problems if problem.code == Exit.CONFIGURATION), problems[0].code)
-    if Environment.read().rank != 0:
-        time.sleep(5)  # a launcher ends all ranks when one ends: rank 0 must print before
-        if not each_rank:
-            return code
+    environment = Environment.read()
+    if environment.rank != 0 and not each_rank:
+        received(environment=environment)
+        return code
     for problem in problems:
-        print(problem, file=sys.stderr)
+        print(problem, file=sys.stderr, flush=True)
+    if environment.is_launched and not each_rank:
+        publish(code, environment=environment)
     return code

@@ -1,31 +1,29 @@
-"""A process beside a run that keeps its mirror up to date. It may be slow, or the store may fail: training continues."""
+"""A thread that keeps a run's mirror up to date while the run works. The store may be slow or fail: training continues."""
 
-import math
-import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
-from framework.runs.mirror import Holding, Mirror
-from framework.runs.mirror_upload import MirrorTaken, Upload
+from framework.runs.mirror import Mirror, MirrorTaken
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.objects import Objects, StoreFailed
-from framework.runtime.preemption import PREEMPTION, die_with_parent
+from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
 _POLL_S = 1.0  # between checks for a new checkpoint
 _LONGEST_PAUSE_S = 60.0  # between attempts while the store fails
 _PATIENCE_S = 30.0  # the total of the pauses at the run's end, if the store fails
+
+Settle = Callable[[int], int]  # from the exit code of a run's work to the exit code of the command
 
 
 def mirror_of(run: RunSection, *, name: str) -> Mirror | None:
@@ -40,23 +38,24 @@ def refused(failure: StoreFailed) -> Problem:
     return Problem("run.mirror", str(failure), "the same command tries again", code=Exit.DISK)
 
 
-Settle = Callable[[int], int]  # from the exit code of a run's work to the exit code of the command
-
-
 @contextmanager
-def mirrored(mirror: Mirror, holding: Holding, *, grace_s: float | None) -> Iterator[Settle]:
-    """Keep the mirror up to date, in another process, while a run does its work. Yield a function for the end of the work.
+def mirrored(mirror: Mirror, *, grace_s: float | None) -> Iterator[Settle]:
+    """Upload each new checkpoint of a run while the run works. Yield a function for the end of the work.
 
     This function uploads the missing files. It returns DISK if the upload fails and nothing else has failed.
     """
-    follower = _Follower(mirror, holding)
+    mirror.objects = Objects(mirror.url)  # a signal stops the run, not the upload
+    is_over, taken = threading.Event(), list[MirrorTaken]()
+    thread = threading.Thread(target=_upload, args=(mirror, is_over, taken), name="mirror", daemon=True)
+    thread.start()
 
     def settle(code: int) -> int:
-        is_taken, missing = follower.finish(within_s=math.inf if grace_s is None else PREEMPTION.left_of(grace_s))
-        with log.log_file(mirror.directory.log):
-            if is_taken:
-                LOGGER.error("%s has been taken by another command; this command stops, and writes nothing more there",
-                             mirror.url)  # fmt: skip
+        is_over.set()
+        thread.join(None if grace_s is None or not PREEMPTION.requested else max(0.0, PREEMPTION.left_of(grace_s)))
+        missing = ", ".join(mirror.missing)
+        with log.log_file(mirror.directory.log, who="mirror"):
+            if taken:
+                LOGGER.error("%s", taken[0])
                 return Exit.FAILED
             if missing:
                 LOGGER.error("%s lacks %s; the same command uploads it", mirror.url, missing)
@@ -69,19 +68,46 @@ def mirrored(mirror: Mirror, holding: Holding, *, grace_s: float | None) -> Iter
         raise
 
 
+def _upload(mirror: Mirror, is_over: threading.Event, taken: list[MirrorTaken]) -> None:
+    """Upload new checkpoints until the run's end, then all that is missing. If the store fails, try again after a pause."""
+    pause_s, paused_s = 1.0, 0.0
+    while True:
+        is_last = is_over.is_set()
+        try:
+            mirror.sync(is_last=is_last)
+            pause_s = 1.0
+            if is_last:
+                return
+            is_over.wait(_POLL_S)
+        except MirrorTaken as error:
+            taken.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        except OSError as failure:
+            if is_last and paused_s >= _PATIENCE_S:
+                return
+            with log.log_file(mirror.directory.log, who="mirror"):
+                LOGGER.warning("%s; training continues, and the upload is tried again in %.0f s", failure, pause_s)
+            time.sleep(pause_s) if is_last else is_over.wait(pause_s)
+            paused_s, pause_s = paused_s + is_last * pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
 def put_missing(run: RunSection, *, name: str) -> int:
     """Upload what the mirror lacks of a finished run. Return the exit code."""
+    if run.mirror is None:
+        return Exit.FINISHED
     lock = Lock(Path(run.dir))
     try:
-        mirror = mirror_of(run, name=name)
-        if mirror is None or mirror.is_complete(contents := mirror.look()):
-            return Exit.FINISHED
         lock.take()
-        if mirror.is_another(contents):
+        mirror = mirror_of(run, name=name)
+        assert mirror is not None
+        if mirror.is_another_start():
             LOGGER.warning("%s holds a later start of this run, and stays unchanged", mirror.url)
             return Exit.FINISHED
-        mirror.require_free(contents)
-        with mirrored(mirror, mirror.take(contents), grace_s=None) as settle:
+        if mirror.is_finished:
+            return Exit.FINISHED
+        mirror.take()
+        with mirrored(mirror, grace_s=None) as settle:
             return settle(Exit.FINISHED)
     except StoreFailed as failure:
         LOGGER.error("%s", refused(failure))
@@ -91,100 +117,3 @@ def put_missing(run: RunSection, *, name: str) -> int:
         return end.code
     finally:
         lock.release()
-
-
-_TAKEN = "taken"
-
-
-class _Follower:
-    """The process that uploads. It ends when this process ends, however this process ends."""
-
-    def __init__(self, mirror: Mirror, holding: Holding) -> None:
-        self._mirror, self._holding = mirror, holding
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_follow, args=(theirs, self._connection, self._mirror, self._holding))
-        self._process.start()
-        theirs.close()
-
-    def finish(self, *, within_s: float) -> tuple[bool, str]:
-        """Wait until all is uploaded, and end. Return whether another command has taken the mirror, and what is missing."""
-        missing = f"the files that were not uploaded within {within_s:.0f} s"
-        try:
-            for _ in range(2):  # a second time if the process was killed
-                try:
-                    self._connection.send(None)
-                    if self._connection.poll(None if within_s == math.inf else max(0.0, within_s)):
-                        missing = self._connection.recv()
-                    break
-                except (EOFError, OSError):
-                    missing = "the files that its killed process had not uploaded"
-                    self._process.join()
-                    self._start()
-        finally:
-            self._process.kill()
-            self._process.join()
-        return missing == _TAKEN, missing
-
-
-def _follow(connection: Connection, parents: Connection, mirror: Mirror, holding: Holding) -> NoReturn:
-    """Be the process: upload new files until the parent reports that the run has ended."""
-    try:
-        die_with_parent()
-        parents.close()
-        os.setpgid(0, 0)  # signals from a terminal or a scheduler to the run's processes do not reach this process
-        PREEMPTION.ignore()
-        os.nice(10)
-        log.start_console(rank=0, who="mirror")
-        with log.log_file(mirror.directory.log, who="mirror"):
-            connection.send(_put_all(connection, mirror, holding))
-    except BaseException as error:
-        LOGGER.error("the process of the mirror failed: %s", " ".join(str(error).split()) or type(error).__name__)
-    finally:
-        os._exit(0)
-
-
-def _put_all(connection: Connection, mirror: Mirror, holding: Holding) -> str:
-    """Upload new files until the end, then the missing files. Return what is still missing, or an empty text."""
-    upload = Upload(Objects(mirror.url), mirror.directory, holding)
-    next_at, pause_s = 0.0, 1.0
-    try:
-        with upload.signs() as is_taken:
-            while not connection.poll(_POLL_S):
-                if is_taken.is_set():
-                    raise MirrorTaken
-                if time.monotonic() < next_at:
-                    continue
-                try:
-                    upload.sync()
-                    pause_s = 1.0
-                except OSError as failure:
-                    LOGGER.warning("%s; training continues, and the upload is tried again in %.0f s", failure, pause_s)
-                    next_at, pause_s = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
-            connection.recv()
-            _put_last(upload)
-        missing = ", ".join(upload.missing)
-        with suppress(StoreFailed):
-            upload.release(is_complete=not missing)
-        return missing
-    except MirrorTaken:
-        os.kill(os.getppid(), signal.SIGTERM)
-        return _TAKEN
-
-
-def _put_last(upload: Upload) -> None:
-    """Upload the missing files at the run's end. If the store fails, try again until the pauses reach their limit."""
-    paused_s, pause_s = 0.0, 1.0
-    while True:
-        try:
-            upload.sync(is_last=True)
-            return
-        except OSError as failure:
-            if paused_s >= _PATIENCE_S:
-                LOGGER.warning("%s", failure)
-                return
-        time.sleep(pause_s)
-        paused_s, pause_s = paused_s + pause_s, 2 * pause_s

@@ -24,8 +24,8 @@ def remove_scratch(directory: Path) -> None:
 def new_folder(directory: Path) -> Iterator[Path]:
     """Yield a new folder. The caller passes it to the workers that it starts; torch also leaves its files there."""
     new = Path(tempfile.mkdtemp(prefix="steadfast_new_"))
-    with _locked(new):
-        folder = new.rename(new.with_name(_prefix(directory) + new.name.rpartition("_")[2]))  # only after it is locked
+    with _locked(new):  # the random part of the name may end with "_"
+        folder = new.rename(new.with_name(_prefix(directory) + new.name.removeprefix("steadfast_new_")))
         tempfile.tempdir = str(folder)
         try:
             yield folder

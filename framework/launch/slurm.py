@@ -5,6 +5,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from framework.runtime import log, slurm
 from framework.runtime.environment import SlurmTask, outside_of_jobs
 from framework.runtime.exits import Exit
 from framework.runtime.files import make_directory
+from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.slurm import SlurmFailed, SlurmSilent
@@ -200,35 +202,57 @@ def _not_code(folder: str, names: list[str]) -> list[str]:
 def take_node(path: str, digest: str) -> int:
     """Be one node of the job, as the job's task, with the configuration frozen at `path`. Return the exit code."""
     from framework.launch.elastic.agent import take_part  # imports torch, which a submission does not need
+    from framework.launch.elastic.meeting import StoreLost, meeting_folder
 
     task = SlurmTask.read()
     log.start_console(rank=task.node)
     PREEMPTION.speaks = task.node == 0
     PREEMPTION.watch()
     config = thaw(FrozenConfig(Path(path), digest))
-    code = take_part(config, attempt=[task.job_id, task.restarts])
     directory = RunDirectory(folder_of(config.run, config.mode))
+    try:
+        code = take_part(config, attempt=[task.job_id, task.restarts], is_first=task.node == 0)
+    except StoreLost as lost:
+        LOGGER.error("%s", lost)
+        if _has_ended(Lock(meeting_folder(directory.path))):
+            _conclude(task, directory, may_requeue=slurm_section(config.launch).requeue, is_lost=True)
+        return lost.code
     if code == Exit.FINISHED and task.node == 0 and directory.read_summary().get("status") == "queued":
         directory.record_end(status="finished")  # an evaluation keeps no summary
     if code == Exit.PREEMPTED and task.node == 0:
-        _conclude(task.name, directory, may_requeue=slurm_section(config.launch).requeue)
+        _conclude(task, directory, may_requeue=slurm_section(config.launch).requeue)
     return code
 
 
-def _conclude(job: str, directory: RunDirectory, *, may_requeue: bool) -> None:
+def _has_ended(lock: Lock) -> bool:
+    """Return whether the first node has ended. If it still holds its lock after some seconds, this node cannot reach it."""
+    began = time.monotonic()
+    while lock.is_held:
+        if time.monotonic() - began > _TO_SHOW_S:
+            return False
+        time.sleep(0.25)
+    return True
+
+
+_TO_SHOW_S = 8.0
+
+
+def _conclude(task: SlurmTask, directory: RunDirectory, *, may_requeue: bool, is_lost: bool = False) -> None:
     """Requeue the job if Slurm has stopped it and would let it end, or record that it was cancelled.
 
-    All nodes have left the run before this call.
+    All nodes have left the run before this call. `is_lost`: they have lost the first node, but Slurm may not know it.
     """
     PREEMPTION.ignore()
+    job = task.name
     try:
         facts = slurm.job_facts(job)
-        is_preempted = facts.get("PreemptTime", "None") != "None"
+        must_restart = PREEMPTION.signum == signal.SIGUSR1 or facts.get("PreemptTime", "None") != "None"
+        must_restart |= is_lost and facts.get("Restarts") == str(task.restarts)
         # scancel and scontrol requeue both send TERM, and leave the job COMPLETING: only the accounts show which of them it
         # was
         if slurm.ends([job]).get(job, facts["JobState"]).startswith("CANCELLED"):
             directory.record_end(status="cancelled")
-        elif may_requeue and facts["JobState"] == "RUNNING" and (PREEMPTION.signum == signal.SIGUSR1 or is_preempted):
+        elif may_requeue and facts["JobState"] == "RUNNING" and must_restart:
             directory.record_end(status="queued")
             LOGGER.info("job %s requeues itself", job)
             slurm.ask("scontrol", "requeue", job)  # this ends the job's processes, maybe including this process

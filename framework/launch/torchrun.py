@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
+from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, digest_of
-from framework.launch.claim import ClaimedRun, as_text, from_text, print_problems
+from framework.launch.claim import ClaimedRun, print_problems
+from framework.launch.decision import PATIENCE, publish, rank_0_works, received, store_of
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, Interrupted, headline, is_lost_peer
@@ -21,30 +22,43 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
     """
     die_with_parent()
     if environment.world_size > environment.local_world_size:
-        from framework.launch.elastic.network import Network  # imports torch
+        from framework.launch.network import Network  # imports psutil
 
         network = Network.find()
         # NCCL finds its networks by itself, and may use several networks
         network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME",))
     is_one = line is None or _have_one_line(line, environment=environment)
-    begun = None
-    if environment.rank == 0:  # this process keeps the lock of a run until it ends
-        begun = _begun(begin) if is_one else print_problems([_SEVERAL])
-    taken = _from_rank_0(begun.frozen if isinstance(begun, ClaimedRun) else begun, environment=environment)
-    if isinstance(taken, FrozenConfig):
-        from framework.launch.worker import work
+    begun, taken = agree(lambda: _begun(begin) if is_one else print_problems([_SEVERAL]), environment=environment)
+    if not isinstance(taken, FrozenConfig):
+        return taken
+    try:
+        return carry_out(taken, begun=begun, scratch=None)
+    except Exception as error:
+        LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
+        if environment.is_foreign and not is_lost_peer(error):  # rank 0 cannot record it, because the launcher ends rank 0
+            text = f"rank {environment.rank}: {headline(error)}"
+            RunDirectory(taken.path.parent).record_end(status="failed", error=text)
+        return Exit.FAILED
 
-        frozen = taken
-        try:
-            with begun.mirrored() if isinstance(begun, ClaimedRun) else nullcontext(int) as settle:
-                taken = settle(work(frozen, None))
-        except Exception as error:
-            LOGGER.error("rank %d failed: %s", environment.rank, headline(error))
-            if environment.is_foreign and not is_lost_peer(error):  # rank 0 cannot record it, because the launcher ends rank 0
-                text = f"rank {environment.rank}: {headline(error)}"
-                RunDirectory(frozen.path.parent).record_end(status="failed", error=text)
-            return Exit.FAILED
-    return taken
+
+def agree(begin: Callable[[], ClaimedRun | int], *, environment: Environment) -> tuple[ClaimedRun | None, FrozenConfig | int]:
+    """Return what rank 0 has begun (None on other ranks; rank 0 keeps its lock), and the decision for all ranks. Collective."""
+    if environment.rank != 0:
+        return None, received(environment=environment)
+    with rank_0_works(environment):
+        begun = begin()
+    run = begun if isinstance(begun, ClaimedRun) else None
+    taken = begun.frozen if isinstance(begun, ClaimedRun) else begun
+    publish(taken, environment=environment)
+    return run, taken
+
+
+def carry_out(frozen: FrozenConfig, *, begun: ClaimedRun | None, scratch: Path | None) -> int:
+    """Do this rank's part of the run, with the mirror on rank 0. Return the exit code."""
+    from framework.launch.worker import work  # imports torch
+
+    with nullcontext(int) if begun is None else begun.mirrored() as settle:
+        return settle(work(frozen, scratch))
 
 
 def _begun(begin: Callable[[], ClaimedRun | int]) -> ClaimedRun | int:
@@ -61,26 +75,12 @@ _SEVERAL = Problem("srun", "its tasks have different commands, but are the proce
 
 def _have_one_line(line: list[str], *, environment: Environment) -> bool:
     """Return, on rank 0, whether all processes have the same command line."""
-    from framework.distributed.groups import awaited, launcher_store
+    from framework.distributed.groups import awaited
 
-    store = launcher_store(environment, timeout=_PATIENCE, part="line")
+    store = store_of(environment, part="line")
     mine = digest_of(line)
     if environment.rank != 0:
         store.set(str(environment.rank), mine)
         return True
-    others = [awaited(store, str(rank), timeout=_PATIENCE).decode() for rank in range(1, environment.world_size)]
+    others = [awaited(store, str(rank), timeout=PATIENCE).decode() for rank in range(1, environment.world_size)]
     return all(other == mine for other in others)
-
-
-def _from_rank_0(decision: FrozenConfig | int | None, *, environment: Environment) -> FrozenConfig | int:
-    """Return rank 0's decision on every rank. Collective."""
-    text = None if decision is None else as_text(decision)
-    from framework.distributed.groups import awaited, launcher_store
-
-    store = launcher_store(environment, timeout=_PATIENCE, part="start")
-    if text is not None:
-        store.set("decision", text)
-    return from_text(awaited(store, "decision", timeout=_PATIENCE).decode())
-
-
-_PATIENCE = timedelta(minutes=10)

@@ -46,27 +46,27 @@ def board_in(folder: Path, *, attempt: int) -> Path:
     return folder / f"board_{attempt}"
 
 
-def work(frozen: FrozenConfig, scratch: Path | None, *, node_scratch: Path | None = None) -> int:
+def work(frozen: FrozenConfig, scratch: Path | None) -> int:
     """Run this process's part of the run. Return the exit code that all ranks agree on. Errors are raised.
 
-    All ranks share the folder `scratch`. The ranks of this node share `node_scratch`, if it is another folder. None: the run
-    has one process, or another launcher has started the processes.
+    The ranks of this node share the folder `scratch`. None: the run has one process, or another launcher has started the
+    processes.
     """
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     with log.log_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}"):
         try:
-            return _work(frozen, environment=environment, scratch=scratch, node_scratch=node_scratch or scratch)
+            return _work(frozen, environment=environment, scratch=scratch)
         except Exception as error:
             record_failure(error, environment=environment, scratch=scratch)
             raise
 
 
-def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | None, node_scratch: Path | None) -> int:
+def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | None) -> int:
     config = thaw(frozen)
     share_cores(environment.local_world_size)
     timeout_s = config.launch.timeout_s
-    with ExitStack() as at_end, _watched(frozen, environment, node_scratch, timeout_s=timeout_s) as board:
+    with ExitStack() as at_end, _watched(frozen, environment, scratch, timeout_s=timeout_s) as board:
         record_collectives(frozen.path.parent)
         try:
             world = World.start(

@@ -1,18 +1,17 @@
 """The options of a Slurm job, and checks of them against the cluster before the job is submitted."""
 
 import math
-import re
 import shutil
 import subprocess
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from framework.config.launch import LaunchSection, SlurmSection
 from framework.config.modes import folder_of
 from framework.config.schema import BackendSection, Node, RunSection
-from framework.config.spelling import did_you_mean
 from framework.preflight.processes import devices_of_each
 from framework.preflight.shared_folder import have_written, problems_of_place
 from framework.runs.directory import RunDirectory
@@ -61,7 +60,7 @@ class JobRequest:
             "time": asked.time_min,
             "nodes": f"{counts[0]}-{counts[-1]}",  # with a number of tasks, the job would get as few nodes as possible
             "cpus-per-task": self.num_cpus,
-            "mem": f"{self.memory_mb}M" if asked.mem_gb is not None else None,
+            "mem": f"{math.ceil(asked.mem_gb * 1024)}M" if asked.mem_gb is not None else None,
             "gpus-per-node": self.gpus or None,
             # to the tasks, not to the batch script
             "signal": f"USR1@{asked.signal_s}",
@@ -70,29 +69,25 @@ class JobRequest:
         }
         return {name: value for name, value in (options | asked.sbatch_options).items() if value not in (None, False)}
 
-    @property
+    @cached_property
     def num_cpus(self) -> int:
-        """The CPUs of a node: one for each process and each of its loader workers, or as many as the nodes have."""
-        asked, least = self.asked.cpus_per_task, self.launch.num_processes
-        if asked is not None or self.num_workers == 0:
-            return asked or least
-        most = max((kind.num_cpus for kind in self.kinds), default=least)
-        return max(least, min(least * (1 + self.num_workers), most))
+        """The CPUs of a node: one for each process and each of its loader workers, or as many as Slurm accepts."""
+        least = self.launch.num_processes
+        if self.asked.cpus_per_task is not None or self.num_workers == 0:
+            return self.asked.cpus_per_task or least
 
-    @property
-    def memory_mb(self) -> int:
-        return math.ceil((self.asked.mem_gb or 0) * 1024)
+        def refused(num_workers: int) -> bool:
+            return bool(self._refusal({"cpus-per-task": least * (1 + num_workers)}))
 
-    @property
+        is_whole = not refused(self.num_workers)
+        return least * (1 + (self.num_workers if is_whole else bisect_left(range(1, self.num_workers), True, key=refused)))
+
+    @cached_property
     def gpus(self) -> str | int | None:
-        """The GPUs of a node, `[TYPE:]N`: as asked; else one for each device, if all nodes of the partition have GPUs."""
-        if self.asked.gpus_per_node is not None or not self._may_choose_gpus:
+        """The GPUs of a node, `[TYPE:]N`: as asked; else one for each device, if the partition has nodes with GPUs."""
+        if self.asked.gpus_per_node is not None or self.num_devices == 0 or self._gpu_options:
             return self.asked.gpus_per_node or None
-        return self.num_devices if self.kinds and all(kind.num_gpus for kind in self.kinds) else None
-
-    @property
-    def _may_choose_gpus(self) -> bool:
-        return self.num_devices > 0 and not self._gpu_options
+        return None if self._refusal({"cpus-per-task": 1, "gpus-per-node": 1}) else self.num_devices
 
     @property
     def _gpu_options(self) -> list[str]:
@@ -103,60 +98,34 @@ class JobRequest:
     def num_gpus(self) -> int:
         return int(str(self.gpus or 0).rpartition(":")[2])
 
-    @cached_property
-    def kinds(self) -> list["NodeKind"]:
-        """The kinds of nodes of the partitions that the job may run in."""
-        return [kind for kind in node_kinds() if kind.partition in self.partitions]
-
-    @property
-    def partitions(self) -> list[str]:
-        if self.asked.partition:
-            return self.asked.partition.split(",")
-        return list(dict.fromkeys(kind.partition for kind in node_kinds() if kind.is_default))
+    def _refusal(self, resources: dict[str, Any]) -> str:
+        """Return why the partition has no node with these resources. Return an empty text if it has some."""
+        asked = self.asked
+        place = {"partition": asked.partition, "account": asked.account, "qos": asked.qos, "constraint": asked.constraint}
+        return refusal(place | resources)
 
     def problems(self) -> list[Problem]:
-        """Return the resources that the partition does not have, as problems."""
-        asked, there = self.asked, list(dict.fromkeys(kind.partition for kind in node_kinds()))
-        if not self.partitions:
-            return [Problem("launch.slurm.partition", "null, but there is no default", "one of " + ", ".join(there))]
-        for name in self.partitions:
-            if name not in there:
-                close = did_you_mean(name, there)
-                expected = "one of " + ", ".join(there) + (f"; {close}" if close else "")
-                return [Problem("launch.slurm.partition", f"there is no partition {name!r}", expected)]
-        where = f"partition {','.join(self.partitions)}"
-        has_gpus = [kind.num_gpus > 0 for kind in self.kinds]
-        if asked.gpus_per_node is None and self._may_choose_gpus and any(has_gpus) and not all(has_gpus):
-            what = f"null, but {where} has nodes with GPUs and nodes without"
-            expected = f"launch.slurm.gpus_per_node={self.num_devices}, or 0 for none"
-            return [Problem("launch.slurm.gpus_per_node", what, expected)]
-        return self._resource_problems(where)
-
-    def _resource_problems(self, where: str) -> list[Problem]:
-        asked, kinds = self.asked, self.kinds
-        cpus_key = "launch.slurm.cpus_per_task" if asked.cpus_per_task else "launch.nproc_per_node"
-        gpus_key = "launch.nproc_per_node" if asked.gpus_per_node is None else "launch.slurm.gpus_per_node"
-        needs: list[tuple[str, float, str, list[float]]] = [
-            (cpus_key, self.num_cpus, "CPUs", [kind.num_cpus for kind in kinds]),
-            ("launch.slurm.mem_gb", self.memory_mb, "MB", [kind.memory_mb for kind in kinds]),
-            (gpus_key, self.num_gpus, "GPUs", [kind.num_gpus for kind in kinds]),
-            ("launch.slurm.time_min", asked.time_min or 0, "minutes", [kind.limit_min for kind in kinds]),
-        ]
-        found = [Problem(key, f"{needed:g} {unit}, but {where} has no more than {max(has):g}", f"at most {max(has):g}")
-                 for key, needed, unit, has in needs if needed > max(has)]  # fmt: skip
+        """Return why Slurm refuses the request. If it accepts the request without one option, this option is named."""
+        asked = self.asked
         shortest = asked.signal_s // 60 + 2  # with less time, an attempt may end before its first step
         if asked.time_min is not None and asked.time_min < shortest:
             when = f"launch.slurm.signal_s={asked.signal_s} before the end, or up to a minute earlier"
             what = f"{asked.time_min} minutes, but Slurm stops the job {when}"
-            found.append(Problem("launch.slurm.time_min", what, f"at least {shortest}"))
-        if found:
-            return found
-        fit = [all(needed <= has[place] for _, needed, _, has in needs) for place in range(len(kinds))]
-        num_nodes, least = (sum(kind.num_nodes for kind, fits in zip(kinds, fit) if fits), self.launch.node_counts[0])
-        if least > num_nodes:
-            what = f"{self.launch.nnodes}, but {where} has {num_nodes} such nodes"
-            return [Problem("launch.nnodes", what, f"at most {num_nodes}" if num_nodes else "fewer resources on each node")]
-        return []
+            return [Problem("launch.slurm.time_min", what, f"at least {shortest}")]
+        options = self.options(job_name="test")
+        if not (why := refusal(options)):
+            return []
+        keys = {
+            "partition": "launch.slurm.partition", "account": "launch.slurm.account", "qos": "launch.slurm.qos",
+            "constraint": "launch.slurm.constraint", "exclude": "launch.slurm.exclude", "time": "launch.slurm.time_min",
+            "cpus-per-task": "launch.slurm.cpus_per_task" if asked.cpus_per_task else "launch.nproc_per_node",
+            "mem": "launch.slurm.mem_gb", "nodes": "launch.nnodes",
+            "gpus-per-node": "launch.nproc_per_node" if asked.gpus_per_node is None else "launch.slurm.gpus_per_node",
+        }  # fmt: skip
+        for name, key in keys.items():
+            if name in options and not refusal({other: value for other, value in options.items() if other != name}):
+                return [Problem(key, f"Slurm refuses {name}={options[name]}: {why}", "what the site allows (sinfo)")]
+        return [Problem("launch.slurm", f"Slurm refuses such a job: {why}", "what the site allows")]
 
     def __str__(self) -> str:
         """Return the request for each node, as a text."""
@@ -188,14 +157,16 @@ def job_problems(
     try:
         if queued_jobs([RunDirectory(folder)]):
             return []  # nothing will be submitted
-        found = request.problems() + _line_problems(request.asked)
+        found = _line_problems(request.asked)
         if "%" in run.dir:
             found.append(Problem("run.dir", "has a %, which Slurm replaces in the names of its output files", "a path without"))
         if found:
             return found
+        if found := request.problems():
+            return found
         options = request.options(job_name=f"{name}/{run.id}")
         is_known = not request.asked.check or have_written(Path(run.root), folder)
-        return _check_limits(options, request.partitions) or ([] if is_known else problems_of_place(folder, options))
+        return [] if is_known else problems_of_place(folder, options)
     except SlurmSilent as error:
         return [Problem("launch", f"Slurm does not answer: {error}", "the same command, later", code=Exit.PREEMPTED)]
     except SlurmFailed as error:
@@ -221,56 +192,25 @@ def _line_problems(asked: SlurmSection) -> list[Problem]:
     return found
 
 
-# --- the resources of the cluster
-
-
-@dataclass(frozen=True)
-class NodeKind:
-    """Nodes of one partition with the same resources."""
-
-    partition: str
-    is_default: bool
-    num_nodes: int
-    num_cpus: int
-    memory_mb: int
-    num_gpus: int
-    limit_min: float
-
-
-@cache
-def node_kinds() -> tuple[NodeKind, ...]:
-    """Ask once which nodes the cluster has. SlurmFailed if Slurm does not answer."""
-    kinds = []
-    for line in slurm.ask("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%l").splitlines():
-        partition, nodes, cpus, memory, gres, limit = line.split("|")
-        gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
-        name = partition.rstrip("*")
-        kinds.append(NodeKind(name, name != partition, int(nodes), int(cpus), int(memory), gpus, _minutes(limit)))
-    return tuple(kinds)
-
-
-def _minutes(limit: str) -> float:
-    """Return the minutes of DAYS-HOURS:MINUTES:SECONDS, where the first parts may be missing; infinity for a word."""
-    days, _, rest = limit.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in parts):
-        return math.inf
-    hours, minutes, seconds = [0, 0, *map(int, parts)][-3:]
-    return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
-
-
-def _check_limits(options: dict[str, Any], partitions: list[str]) -> list[Problem]:
-    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+def refusal(options: dict[str, Any]) -> str:
+    """Return why Slurm refuses a job with these options. Return an empty text if it accepts the job."""
+    given = {name: value for name, value in options.items() if value not in (None, False)}
     try:
+        flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
     except SlurmSilent:
         raise
     except SlurmFailed as error:
         # this may be temporary: sbatch lets a job wait for nodes that are down
-        states = slurm.ask("sinfo", "--noheader", f"--partition={','.join(partitions)}", "--format=%T").split()
-        if "node configuration is not available" not in str(error) or all(state.startswith(_UP) for state in states):
-            return [Problem("launch.slurm", f"Slurm refuses such a job: {error}", "what the site allows")]
-    return []
+        place = [f"--partition={given['partition']}"] if "partition" in given else []
+        if _are_up(*place) or "node configuration is not available" not in str(error):
+            return str(error)
+    return ""
+
+
+def _are_up(*place: str) -> bool:
+    states = slurm.ask("sinfo", "--noheader", *place, "--format=%T").split()
+    return all(state.startswith(_UP) for state in states)
 
 
 _UP = ("idle", "mixed", "allocated", "completing", "reserved", "planned")  # *: it does not answer now

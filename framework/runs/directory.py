@@ -18,7 +18,7 @@ from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 
 RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
-_FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json", "mirror.json")
+_FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json")
 _FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "slurm", "profile", "compiled")
 _TAIL_BYTES = 4096
 _BESIDE = (".eval", ".predict", ".export")  # folders of commands that work on a run, which may be active

@@ -5,8 +5,7 @@ from pathlib import Path
 from framework.checkpoint.manifest import MANIFEST, candidates, step_of
 from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
-from framework.runs.mirror import contents_of
-from framework.runs.mirror_fetch import fetch_valid
+from framework.runs.mirror import committed, fetch_valid
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.local_copy import fetched_once
 from framework.runtime.objects import Objects, StoreFailed, is_url
@@ -30,22 +29,21 @@ def with_fetched_resume(run: RunSection) -> tuple[RunSection, list[Problem]]:
 def _fetch_run(url: str) -> Path:
     """Return the local path of a run or checkpoint in a store, with its rows and its newest valid (or the named) checkpoint.
 
-    The run may be in a mirror, or be a copy of a run's directory. Raise StoreFailed if it does not exist or cannot be fetched.
+    Raise StoreFailed if it does not exist or cannot be fetched.
     Raise NoValidCheckpoint if all checkpoints are damaged.
     """
     parent, _, last = url.rstrip("/").rpartition("/")
     is_checkpoint = step_of(Path(last)) is not None
     objects = Objects(parent.removesuffix("/checkpoints") if is_checkpoint else url, heeds_signals=True)
-    contents = contents_of(objects)
-    wanted = [stored for stored in contents.checkpoints if stored.name == last or not is_checkpoint]
+    there = objects.listing()
+    wanted = [name for name in committed(there) if name == last or not is_checkpoint]
     if not wanted:
         raise StoreFailed(f"{url} has no checkpoint", is_wrong=True)
 
     def fetch(folder: Path) -> None:
-        (stored,) = fetch_valid(objects, wanted, contents, into=folder / "checkpoints", most=1)
-        rows = f"{stored.folder.removesuffix(f'checkpoints/{stored.name}')}metrics.jsonl"
-        if rows in contents.objects:
-            objects.get(rows, folder / "metrics.jsonl")
+        fetch_valid(objects, wanted, there, into=folder / "checkpoints", most=1)
+        if "metrics.jsonl" in there:
+            objects.get("metrics.jsonl", folder / "metrics.jsonl")
 
-    run = fetched_once([url, *(contents.objects[f"{stored.folder}/{MANIFEST}"].version for stored in wanted)], fetch)
+    run = fetched_once([url, *(there[f"checkpoints/{name}/{MANIFEST}"].version for name in wanted)], fetch)
     return next((run / "checkpoints").iterdir()) if is_checkpoint else run

@@ -1,169 +1,232 @@
-"""A run's mirror in an object store: its holder and its content.
-
-Each command that writes to the mirror has its own numbered folder, `MIRROR/NAME/ID/000001/`. The folder begins with a claim
-that is created exclusively. No command writes into the folder of another command, and the highest number belongs to the
-holder. So a command that was frozen or disconnected does no harm after another command has taken over.
-"""
+"""A run's mirror: a copy of its directory in an object store, under the same names, and the one command that writes there."""
 
 import json
 import os
-import re
 import secrets
 import socket
-import time
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from framework.checkpoint import manifest
+from framework.checkpoint.manifest import MANIFEST, candidates, read_manifest
 from framework.runs.directory import RunDirectory
-from framework.runtime.exits import Interrupted
-from framework.runtime.files import write_atomically
+from framework.runtime.exits import NoValidCheckpoint, RunEnded
+from framework.runtime.files import flush_directory, make_directory, replacing
 from framework.runtime.lock import RunLocked, is_alive, process_identity
 from framework.runtime.log import LOGGER
-from framework.runtime.objects import ObjectFacts, Objects, StoreFailed
-from framework.runtime.preemption import PREEMPTION
+from framework.runtime.objects import Objects, inside
+from framework.runtime.plain import Invalid
 
 # The last file shows whether the run is finished.
 RECORDS = ("config.yaml", "provenance.json", "metrics.jsonl", "train.log", "curves.png", "model.safetensors", "summary.json")
-SIGN_S = 3.0  # between two signs of life of a holder
-_DEAD_AFTER_S = 12.0  # without a sign of life
-_CHECKPOINT = re.compile(r"(?:(\d{6})/)?checkpoints/(step_\d{8,18})/([^/]+)")
+_OWNER = "owner.json"
 
 
-@dataclass(frozen=True)
-class Holding:
-    """A command's right to write in a mirror: the number of its folder, and the number of this run's first folder."""
-
-    number: int
-    begins: int
-    token: str
-
-
-class StoredCheckpoint(NamedTuple):
-    """A committed checkpoint in a store."""
-
-    step: int
-    number: int  # the number of its folder; 0: no numbered folder, as in a copy of a run's directory
-    name: str
-
-    @property
-    def folder(self) -> str:
-        return f"{f'{self.number:06d}/' if self.number else ''}checkpoints/{self.name}"
-
-
-class Contents(NamedTuple):
-    """The content of a mirror."""
-
-    number: int  # the number of the present or last holder; 0: there was no holder
-    holder: dict[str, Any]
-    objects: dict[str, ObjectFacts]
-
-    @property
-    def begins(self) -> int:
-        """The number of this run's first folder. Earlier folders belong to runs that run.resume=never has abandoned."""
-        begins = self.holder.get("begins")
-        return begins if isinstance(begins, int) else 0
-
-    @property
-    def folders(self) -> dict[tuple[int, str], list[str]]:
-        """The objects of this run's checkpoints, committed or not, by the folder's number and the checkpoint's name."""
-        found: dict[tuple[int, str], list[str]] = {}
-        for name in self.objects:
-            match = _CHECKPOINT.fullmatch(name)
-            if match and int(match[1] or 0) >= self.begins:
-                found.setdefault((int(match[1] or 0), match[2]), []).append(name)
-        return found
-
-    @property
-    def checkpoints(self) -> list[StoredCheckpoint]:
-        """The committed checkpoints, newest first."""
-        found = [StoredCheckpoint(manifest.step_of(Path(name)) or 0, number, name) for number, name in self.folders]
-        return sorted((one for one in found if f"{one.folder}/{manifest.MANIFEST}" in self.objects), reverse=True)
+class MirrorTaken(RunEnded):
+    """Another command has taken the mirror."""
 
 
 class Mirror:
-    """A run's mirror, for a caller that holds the lock of the run's directory. Methods may raise StoreFailed."""
+    """A run's mirror, for a command that holds the lock of the run's directory. Methods may raise StoreFailed or MirrorTaken.
+
+    `owner.json` names the command that writes there. The same command elsewhere takes the mirror over: the earlier owner looks
+    for its name before each commit and each removal, and stops. A checkpoint counts when its manifest is uploaded.
+    """
 
     def __init__(self, url: str, directory: RunDirectory) -> None:
         self.objects, self.directory = Objects(url, heeds_signals=True), directory
         self.url = self.objects.url
-        self._file = directory.path / "mirror.json"
+        self._token = ""
+        self._committed: dict[str, bytes] = {}  # the manifests of the checkpoints that were uploaded, by name
+        self._records: dict[str, tuple[int, ...]] = {}  # the versions of the records that were uploaded
 
-    def look(self) -> Contents:
-        """Return the content of the mirror."""
-        return contents_of(self.objects)
+    # --- the owner
 
-    def require_free(self, contents: Contents) -> None:
-        """Raise RunLocked if another command writes to the mirror: such a command gives a sign of life within some seconds."""
-        holder, sign_name = contents.holder, f"{contents.number:06d}/alive.json"
-        before = read_facts(self.objects, sign_name)
-        known = self.known  # a holder that worked in this directory (not in the original of a copied directory) has ended
-        is_ours = "token" in holder and holder["token"] == known.get("token") and self._inode == known.get("inode")
-        if not contents.number or before.get("released") or is_ours or is_alive(holder) is False:
-            return
-        LOGGER.info("waiting %.0f s for a sign of life of the last command that wrote to %s", _DEAD_AFTER_S, self.url)
-        began = time.monotonic()
-        while time.monotonic() - began < _DEAD_AFTER_S:
-            if PREEMPTION.requested:
-                raise Interrupted("stopped before the run's mirror was free; the same command starts the run")
-            if read_facts(self.objects, sign_name) != before:
-                raise self._locked(holder)
-            time.sleep(0.5)
+    def take(self) -> None:
+        """Become the owner. Raise RunLocked if the owner is a living process of this machine, or takes the mirror just now."""
+        owner = read_facts(self.objects, _OWNER)
+        if is_alive(owner):
+            raise self._locked(owner)
+        self.objects.remove(_OWNER)
+        self._token = secrets.token_hex(8)
+        mine = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()} | process_identity()
+        if not self.objects.create(_OWNER, json.dumps(mine).encode()):
+            raise self._locked(read_facts(self.objects, _OWNER))
+        there = committed(self.objects.listing("checkpoints"))
+        self._committed = {name: self.objects.read(f"checkpoints/{name}/{MANIFEST}") or b"" for name in there}
 
-    def take(self, contents: Contents) -> Holding:
-        """Claim the mirror, with the content that was last seen. Raise RunLocked if another command has claimed it since."""
-        token, number = secrets.token_hex(8), contents.number + 1
-        is_anew = not contents.begins or bool(self.known.get("anew"))
-        holding = Holding(number, number if is_anew else contents.begins, token)
-        claim = asdict(holding) | {"host": socket.gethostname(), "pid": os.getpid()} | process_identity()
-        name = _claim_name(number)
-        if not self.objects.create(name, json.dumps(claim).encode()):
-            raise self._locked(read_facts(self.objects, name))
-        if self.objects.create(name, b"{}"):
-            self.objects.remove(name)
-            raise StoreFailed(f"{self.url} is in a store that does not support conditional writes: it has overwritten an "
-                              "object instead of refusing", is_wrong=True)  # fmt: skip
-        write_atomically(self._file, json.dumps({"url": self.url, "inode": self._inode, **asdict(holding)}) + "\n")
-        return holding
+    def _require(self) -> None:
+        """Raise MirrorTaken if another command is the owner. Call this before a write that changes the run's state."""
+        if read_facts(self.objects, _OWNER).get("token") != self._token:
+            raise MirrorTaken(
+                f"{self.url} has been taken by another command; this command stops, and writes nothing more there"
+            )
 
-    def begin_anew(self) -> None:
-        """Record in the directory, which is empty, that the content of the mirror must be ignored."""
-        write_atomically(self._file, json.dumps({"url": self.url, "anew": True}) + "\n")
-
-    @property
-    def _inode(self) -> int:
-        return self.directory.path.stat().st_ino
-
-    @property
-    def known(self) -> dict[str, Any]:
-        """The directory's record of this mirror."""
-        with suppress(OSError, ValueError, RecursionError):
-            known = json.loads(self._file.read_text())
-            if isinstance(known, dict) and known.get("url") == self.url:
-                return known
-        return {}
-
-    def _locked(self, holder: dict[str, Any]) -> RunLocked:
-        who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
+    def _locked(self, owner: dict[str, Any]) -> RunLocked:
+        who = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}"
         return RunLocked(f"{self.url} is in use by {who}; wait for it, or stop it")
 
-    def is_complete(self, contents: Contents) -> bool:
-        """Return whether the last holder has uploaded everything at its end."""
-        return bool(read_facts(self.objects, f"{contents.number:06d}/alive.json").get("complete")) if contents.number else False
+    def move_aside(self) -> None:
+        """Move the content to the next free `URL.old-N`, the manifests first: without it, a checkpoint does not count."""
+        found, number = self.objects.listing(), 1
+        if not found:
+            return
+        while (aside := Objects(f"{self.url}.old-{number}")).listing():
+            number += 1
+        for name in sorted(found, key=lambda name: not name.endswith((MANIFEST, "summary.json"))):
+            self.objects.move(name, aside, num_bytes=found[name].size)
+        LOGGER.info("the mirror of the earlier run is now in %s", aside.url)
 
-    def is_another(self, contents: Contents) -> bool:
-        """Return whether the mirror has a later start of the run than the directory (run.resume=never in another place)."""
-        return bool(contents.number) and self.known.get("begins", contents.begins) < contents.begins
+    # --- the way there
+
+    def sync(self, *, is_last: bool = False) -> None:
+        """Upload the missing checkpoints, newest first, and the records; then remove what the run has pruned."""
+        paths = candidates(self.directory.checkpoints)
+        new, names = [path for path in paths if self._is_new(path)], {path.name for path in paths}
+        if not new and not is_last and not self._committed.keys() - names:
+            return
+        there = self.objects.listing()
+        self._require()
+        for path in new:
+            self._put_checkpoint(path, there)
+        self._put_records(is_last=is_last)
+        if paths and paths[0].name in self._committed:
+            gone = [name for name in there if name.startswith("checkpoints/") and name.split("/")[1] not in names]
+            if gone:
+                self._require()
+            self._remove(gone)
+            self._committed = {name: content for name, content in self._committed.items() if name in names}
+
+    @property
+    def missing(self) -> list[str]:
+        """What is in the directory, but not in the mirror."""
+        checkpoints = [path for path in candidates(self.directory.checkpoints) if self._is_new(path)]
+        return [f"checkpoints/{path.name}" for path in checkpoints] + [*self._changed]
+
+    @property
+    def _changed(self) -> dict[str, tuple[int, ...]]:
+        """The records that differ from the mirror's records, with their versions."""
+        found = {}
+        for name in RECORDS:
+            with suppress(OSError):
+                status = (self.directory.path / name).stat()
+                found[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
+        return {name: version for name, version in found.items() if version != self._records.get(name)}
+
+    def _is_new(self, path: Path) -> bool:
+        """Return whether a checkpoint must be uploaded. A checkpoint that is damaged or was just pruned must not."""
+        with suppress(OSError, Invalid):
+            read_manifest(path)
+            return (path / MANIFEST).read_bytes() != self._committed.get(path.name)
+        return False
+
+    def _put_checkpoint(self, path: Path, there: Iterable[str]) -> None:
+        """Upload a checkpoint's files, the rows until its step, and then its manifest. Stop if the run prunes it meanwhile."""
+        folder = f"checkpoints/{path.name}"
+        self._remove(name for name in there if name.startswith(f"{folder}/"))  # the run may have gone back behind it
+        try:
+            content = (path / MANIFEST).read_bytes()
+            for name in read_manifest(path):
+                self.objects.put(path / name, f"{folder}/{name}")
+        except (OSError, Invalid):
+            if path.exists():
+                raise
+            return
+        self._put_records(is_last=False)
+        self._require()
+        self.objects.write(f"{folder}/{MANIFEST}", content)
+        self._committed[path.name] = content
+
+    def _put_records(self, *, is_last: bool) -> None:
+        """Upload the changed records. Upload the state "finished" only after everything else."""
+        for name, version in self._changed.items():
+            if name == "summary.json":  # upload the content as it was read: the run may end at any moment
+                summary = self.directory.read_summary()
+                if not is_last and summary.get("status") == "finished":
+                    continue
+                self.objects.write(name, (json.dumps(summary, indent=1) + "\n").encode())
+            else:
+                self.objects.put(self.directory.path / name, name)
+            self._records[name] = version
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):  # first the manifest, which commits it
+            self.objects.remove(name)
+
+    # --- the way back
+
+    def bring_back(self) -> bool:
+        """Fetch the mirror's checkpoints and records if they are ahead of the directory's. Return whether they are.
+
+        A directory of an earlier start of the run (`run.resume=never` was given elsewhere) is moved aside. Raise
+        NoValidCheckpoint if checkpoints exist, but none is valid, neither in the mirror nor in the directory.
+        """
+        there = self.objects.listing()
+        if self.is_another_start():
+            LOGGER.info(
+                "%s holds a later start of this run: the earlier one is now in %s", self.url, self.directory.move_aside()
+            )
+        here = {path.name for path in candidates(self.directory.checkpoints) if _is_committed(path)}
+        is_finished, newest = not self.directory.is_finished and self.is_finished, max(here, key=_step, default="")
+        wanted = [name for name in committed(there) if name not in here]
+        if not is_finished and all(_step(name) < _step(newest) for name in wanted):
+            return False
+        make_directory(self.directory.checkpoints)
+        manifest.remove_unfinished(self.directory.checkpoints)  # a finished run would never do this
+        staging = self.directory.checkpoints / f".tmp_{secrets.token_hex(8)}"
+        try:
+            fetched = fetch_valid(self.objects, wanted, there, into=staging, has_other=bool(here))
+            if not is_finished and all(_step(name) < _step(newest) for name in fetched):
+                return False
+            # with this order a kill leaves nothing that looks complete: the rows come before the checkpoint that needs them
+            self._get_records(RECORDS[:-1], there)
+            for name in reversed(fetched):
+                target = self.directory.checkpoints / name
+                if target.exists():  # the checkpoint is damaged
+                    manifest.discard(target)
+                os.rename(staging / name, target)
+            flush_directory(self.directory.checkpoints)
+            self._get_records(RECORDS[-1:], there)
+        finally:
+            manifest.remove(staging)
+        return True
+
+    def is_another_start(self) -> bool:
+        """Return whether the mirror's run was started over after the start of the directory's run."""
+        ours, theirs = (
+            facts.get("record_id") for facts in (self.directory.read_summary(), read_facts(self.objects, "summary.json"))
+        )
+        return None not in (ours, theirs) and ours != theirs
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the mirror holds the whole finished run: its summary, which is uploaded last, says so."""
+        return read_facts(self.objects, "summary.json").get("status") == "finished"
+
+    def _get_records(self, names: Iterable[str], there: Iterable[str]) -> None:
+        for name in names:
+            if name in there:
+                with replacing(self.directory.path / name) as beside:
+                    self.objects.get(name, beside)
 
 
-def contents_of(objects: Objects) -> Contents:
-    """Return the content of a mirror, or of a copy of a run's directory (which has no holder)."""
-    found = objects.listing()
-    numbers = sorted((int(name[:6]) for name in found if re.fullmatch(r"\d{6}/claim\.json", name)), reverse=True)
-    claims = (read_facts(objects, _claim_name(number)) for number in numbers)  # on a file system, a kill may cut a claim short
-    return Contents(max(numbers, default=0), next(filter(None, claims), {}), found)
+def committed(names: Iterable[str]) -> list[str]:
+    """Return the names of the committed checkpoints among a run's objects, newest first."""
+    folders = [Path(name).parent for name in names if name.startswith("checkpoints/") and name.endswith(f"/{MANIFEST}")]
+    return sorted((folder.name for folder in folders if manifest.step_of(folder) is not None), key=_step, reverse=True)
+
+
+def _step(name: str) -> int:
+    step = manifest.step_of(Path(name))
+    return -1 if step is None else step
+
+
+def _is_committed(path: Path) -> bool:
+    with suppress(Invalid, OSError):
+        return bool(read_manifest(path))
+    return False
 
 
 def read_facts(objects: Objects, name: str) -> dict[str, Any]:
@@ -174,5 +237,38 @@ def read_facts(objects: Objects, name: str) -> dict[str, Any]:
     return {}
 
 
-def _claim_name(number: int) -> str:
-    return f"{number:06d}/claim.json"
+def fetch_valid(
+    objects: Objects,
+    wanted: Iterable[str],
+    there: Iterable[str],
+    *,
+    into: Path,
+    most: int | None = None,
+    has_other: bool = False,
+) -> list[str]:
+    """Fetch the valid checkpoints of these names, at most `most`, into a folder. Return the names of the fetched ones.
+
+    Raise NoValidCheckpoint if none of several is valid, unless the run can continue from another checkpoint (`has_other`).
+    """
+    fetched, reasons = list[str](), list[str]()
+    for checkpoint in wanted:
+        if len(fetched) == most:
+            break
+        path = into / checkpoint
+        path.mkdir(parents=True)
+        try:
+            for name in (name for name in there if name.startswith(f"checkpoints/{checkpoint}/")):
+                with replacing(inside(path, name.rpartition("/")[2])) as beside:
+                    objects.get(name, beside)
+            for name, entry in read_manifest(path).items():
+                manifest.verify_file(path / name, entry)
+            flush_directory(path)
+            fetched.append(checkpoint)
+            LOGGER.info("fetched %s from %s", checkpoint, objects.url)
+        except Invalid as error:
+            manifest.remove(path)
+            reasons.append(f"{objects.url}/checkpoints/{checkpoint}: {error}")
+            LOGGER.warning("%s; skipping it", reasons[-1])
+    if reasons and not fetched and not has_other:
+        raise NoValidCheckpoint("no valid checkpoint is left:\n  " + "\n  ".join(reasons))
+    return fetched

@@ -22,6 +22,7 @@ class Environment:
     uses_agent_store: bool = False
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    step: str = ""  # the name of the Slurm step that has started the processes, without a port that the user has set
     launcher_has_cuda: bool = False  # a variable of this framework: if set, a process that sees no device must not use the CPU
 
     @classmethod
@@ -36,6 +37,7 @@ class Environment:
             uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(env.get("MASTER_PORT", "0")),
+            step=env.get(_STEP, ""),
             launcher_has_cuda=LAUNCHER_HAS_CUDA in env,
         )
 
@@ -54,6 +56,7 @@ def left_over() -> list[str]:
 
 LAUNCHER_HAS_CUDA = "STEADFAST_LAUNCHER_HAS_CUDA"
 FOREIGN_LAUNCHER = "STEADFAST_FOREIGN_LAUNCHER"
+_STEP = "STEADFAST_STEP"
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -87,7 +90,8 @@ class SrunTask:
         place = (env["SLURM_PROCID"], env["SLURM_LOCALID"], self.num_tasks, self.on_each[int(env["SLURM_NODEID"])])
         env |= dict(zip(_TORCHRUN, map(str, place)))
         env.setdefault("MASTER_ADDR", master_addr)
-        env.setdefault("MASTER_PORT", str(20000 + (job * 17 + step) % 10000))  # all must know it before they communicate
+        if "MASTER_PORT" not in env:  # all must know it before they communicate; other jobs on the node may have the same
+            env |= {"MASTER_PORT": str(20000 + (job * 17 + step) % 10000), _STEP: f"{job}.{step}"}
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,11 @@ class Objects:
         self._heed_signals()
         self._answer(f"read: {name}", lambda transfer: self._fs.get_file(self._path(name), str(path), callback=transfer))
 
+    def move(self, name: str, to: "Objects", *, num_bytes: int) -> None:
+        """Move an object to another place in the same store."""
+        self._answer(f"moved: {name}", lambda _: to._whole(name, lambda target: self._fs.mv(self._path(name), target)),
+                     num_bytes=num_bytes)  # fmt: skip
+
     def remove(self, name: str) -> None:
         """Remove an object, if it exists."""
         try:

@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from multiprocessing.queues import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -212,6 +215,37 @@ class ElasticAgent(LocalElasticAgent):
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
+
+
+# --- torch elastic's rendezvous
+
+
+class RoundView(NamedTuple):
+    """The nodes of a rendezvous, by the addresses that they have given themselves."""
+
+    number: int  # the number of the round
+    is_running: bool
+    members: list[str]  # in the order of their ranks
+    num_waiting: int
+    alive: list[str]  # nodes with a recent heartbeat
+
+
+class DynamicRendezvous(DynamicRendezvousHandler):
+    """The rendezvous behind torchrun, for nodes that join and leave."""
+
+    def use_store(self, store: dist.Store, host: str, port: int) -> None:
+        """Give the workers the address of an existing store. Otherwise the first node of a round serves another store."""
+        self._bootstrap_store_info = RendezvousStoreInfo(host, port)
+        self._shared_tcp_store_server = store
+
+    def look(self, *, is_new: bool = True) -> RoundView:
+        """Return the nodes that have a heartbeat. If not `is_new`, return the nodes that this node has seen last."""
+        if is_new:
+            self.num_nodes_waiting()
+        with self._heartbeat_lock:
+            state = self._state_holder.state
+            members, alive = ([node.addr for node in sorted(nodes)] for nodes in (state.participants, state.last_heartbeats))
+            return RoundView(state.round, state.complete, members, len(state.wait_list), alive)
 
 
 # --- stacks

@@ -9,8 +9,8 @@ from framework.cli.run import build_problems, rehearsal_problems
 from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
-from framework.launch.catch_up import catch_up
 from framework.launch.claim import accept_code
+from framework.launch.mirrored import put_missing
 from framework.preflight.check import changed_code
 from framework.preflight.slurm import JobRequest, job_problems
 from framework.runs.directory import RunDirectory
@@ -55,10 +55,10 @@ class Job:
         return "; ".join(changed_code(self.config.run, self.config.targets()))
 
     def skip(self) -> None:
-        """Treat a finished job as a job that has run, after its loggers and its mirror got what was missing."""
+        """Treat a finished job as a job that has run, after its mirror got what was missing."""
         config = self.config
         accept_code(config.run, config.targets())
-        self.code = catch_up(config.run, config.logger, name=config.name, config=config.plain())
+        self.code = put_missing(config.run, name=config.name)
         LOGGER.info("finished already: %s, in %s", self, self.directory.path)
 
     def row(self, *, state: str | None = None) -> TableRow:

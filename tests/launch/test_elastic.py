@@ -9,17 +9,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
+import framework.launch.elastic.meeting
+from framework.launch.elastic.meeting import SignedBackend
+from framework.training.loop import Trainer
 from tests import harness
 from tests.harness import Ended, Says, assert_close, command, exact_rows, finished, once, wait_for
 from tests.launch.paced import ROOT, pace
 from tests.launch.test_local import assert_gone
 from tests.test_bitwise import digest
+from tests.test_hangs import loop, sleep, stop
 from tests.test_resume import RUN as SMALL
 from tests.test_resume import after_step
 
@@ -142,13 +147,18 @@ def one() -> Ended:
 
 
 def two(cluster: Callable[..., Cluster], *overrides: str) -> Cluster:
-    """Two nodes that train together."""
+    """Two nodes that train together. The first one serves the store."""
     both = cluster(*RUN, *ELASTIC, *overrides)
     began = time.time()
     both.start()
+    wait_for_store(both)  # the first node serves it
     both.start()
     both.wait_for_step(world_size=2, after=began, within_s=60)
     return both
+
+
+def wait_for_store(cluster: Cluster) -> None:
+    wait_for(lambda: any(cluster.root.rglob(".*.elastic/store.json")), what="the store of the first node")
 
 
 def assert_no_trace(cluster: Cluster) -> None:
@@ -159,14 +169,14 @@ def assert_no_trace(cluster: Cluster) -> None:
 def test_a_node_lost_and_a_node_back(cluster: Callable[..., Cluster]) -> None:
     both = two(cluster)
     killed_at = time.time()
-    both.nodes[0].kill()  # the first: rank 0, and the oldest
+    both.nodes[1].kill()
     lost_s = both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
     back_at = time.time()
     both.start()
     joined_s = both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
     print(f"lost: {lost_s:.1f} s, joined: {joined_s:.1f} s")
     both.finish()
-    ended = [node.end() for node in both.nodes[1:]]
+    ended = [node.end() for node in (both.nodes[0], both.nodes[2])]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
     assert_close(ended[0], one())
     assert "restart " not in ended[0].output  # a lost node is no failure
@@ -237,12 +247,14 @@ def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Calla
     both.nodes[0].signal(signal.SIGTERM)
     (name,) = {node.end().directory.name for node in both.nodes}
     again_at = time.time()
-    both.start("run.resume=never"), both.start("run.resume=never")
+    both.start("run.resume=never")
+    wait_for_store(both)
+    both.start("run.resume=never")
     wait_for(lambda: any(at > again_at and step == 20 for at, step, _, _ in both.steps()), timeout_s=60, what="step 20")
     killed_at = time.time()
-    both.nodes[2].kill()
+    both.nodes[3].kill()
     both.finish()
-    ended = both.nodes[3].end()
+    ended = both.nodes[2].end()
     assert ended.code == 0, ended.output
     assert sorted(path.name for path in both.root.glob("*/*")) == [name, f"{name}.old-1"]
     steps = [step for at, step, _, _ in both.steps() if at > again_at]
@@ -290,6 +302,21 @@ def test_another_command_on_another_node_is_refused(cluster: Callable[..., Clust
     assert both.nodes[0].end().code == 0
 
 
+@pytest.mark.slow
+def test_a_node_with_another_time_is_refused(cluster: Callable[..., Cluster]) -> None:
+    def be_late() -> None:
+        clock = SimpleNamespace(time=lambda: time.time() - 60, monotonic=time.monotonic, sleep=time.sleep)
+        framework.launch.elastic.meeting.time = clock  # type: ignore[attr-defined]
+
+    both = cluster(*RUN, *ELASTIC)
+    both.start()
+    wait_for_store(both)
+    refused = both.start(before=be_late).end()
+    assert refused.code == 78 and re.search("the clock of this host differs by -(59|60|61) s from that of ", refused.output)
+    both.finish()
+    assert both.nodes[0].end().code == 0
+
+
 # --- the long ones
 
 BITWISE = [*RUN, "invariance=bitwise", "trainer.max_steps=600", "trainer.eval_every=200"]
@@ -301,12 +328,14 @@ def test_nodes_lost_and_back(tmp_path: Path, cluster: Callable[..., Cluster]) ->
     reference = finished(*BITWISE, root=tmp_path / "one")
     rng, both = random.Random(0), cluster(*BITWISE, *ELASTIC)
     began = time.time()
-    alive = [both.start_cold(), both.start_cold()]
+    alive = [both.start_cold()]
+    wait_for_store(both)
+    alive.append(both.start_cold())
     both.wait_for_step(world_size=2, after=began, within_s=90)
     lost, joined = [], []
-    for number in range(3):
+    for _ in range(3):
         killed_at = time.time()
-        alive.pop(0 if number == 0 else rng.randrange(2)).kill()  # at first the one that began
+        alive.pop().kill()
         lost.append(both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S))
         back_at = time.time()
         alive.append(both.start_cold())
@@ -324,7 +353,7 @@ def test_nodes_lost_and_back(tmp_path: Path, cluster: Callable[..., Cluster]) ->
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
-    """Also while a round begins or ends, and with nobody left."""
+    """Also the node that serves the store: then the other node ends with 75, and both commands are given again."""
     reference = finished(*BITWISE, root=tmp_path / "one")
     rng, both = random.Random(1), cluster(*BITWISE, *ELASTIC)
     alive = [both.start(), both.start()]
@@ -332,11 +361,15 @@ def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Clust
         time.sleep(rng.uniform(0.0, 14.0))
         for _ in range(rng.choice([1, 1, 2])):
             alive.pop(rng.randrange(len(alive))).kill()
+        if alive and not psutil.pid_exists(alive[0].pid):
+            assert alive.pop().end().code == 75
         while len(alive) < 2:
             alive.append(both.start())
     both.finish()
     ended = [node.end(timeout_s=240) for node in alive]
-    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
+    while [end.code for end in ended] != [0, 0]:
+        assert {end.code for end in ended} <= {0, 75}, ended[0].output + ended[1].output
+        ended = [both.start().end(timeout_s=240) for _ in alive]
     assert digest(ended[0]) == digest(reference)
     assert_no_trace(both)
 
@@ -347,32 +380,48 @@ def test_three_nodes_may_become_one_and_three_again(cluster: Callable[..., Clust
     three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3", "trainer.max_steps=250")
     reference = finished(*RUN, "trainer.max_steps=250", root=three.folder / "one")
     began = time.time()
-    for _ in range(3):
-        three.start()
+    three.start()
+    wait_for_store(three)
+    three.start(), three.start()
     three.wait_for_step(world_size=3, after=began, within_s=60)
-    killed_at = time.time()
-    three.nodes[0].kill()
-    three.wait_for_step(world_size=2, after=killed_at, within_s=LOST_S)
-    killed_at = time.time()
-    three.nodes[1].kill()
-    three.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
+    for size, node in ((2, three.nodes[1]), (1, three.nodes[2])):
+        killed_at = time.time()
+        node.kill()
+        three.wait_for_step(world_size=size, after=killed_at, within_s=LOST_S)
     back_at = time.time()
-    for _ in range(2):
-        three.start()
+    three.start(), three.start()
     three.wait_for_step(world_size=3, after=back_at, within_s=JOINED_S)
     three.finish()
-    ended = [node.end(timeout_s=120) for node in three.nodes[2:]]
+    ended = [node.end(timeout_s=120) for node in (three.nodes[0], *three.nodes[3:])]
     assert [end.code for end in ended] == [0, 0, 0], ended[0].output
     assert_close(ended[0], reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_machine_that_falls_silent_is_gone_on_without(number: int, cluster: Callable[..., Cluster]) -> None:
+@pytest.mark.timeout(300)
+def test_a_number_of_nodes_that_does_not_fit_the_mesh_leaves_a_node_in_reserve(cluster: Callable[..., Cluster]) -> None:
+    four = cluster(*RUN, "parallel=hsdp", "parallel.shard=2", "launch.nproc_per_node=1", "launch.nnodes=2:4")
+    began = time.time()
+    four.start()
+    wait_for_store(four)
+    four.start(), four.start()
+    four.wait_for_step(world_size=2, after=began, within_s=60)
+    killed_at = time.time()
+    sizes = {size for _, _, _, size in four.steps()}
+    working = [node for node in four.nodes[1:] if psutil.Process(node.pid).children()]
+    assert sizes == {2} and len(working) == 1
+    working[0].kill()
+    four.wait_for_step(world_size=2, after=killed_at, within_s=LOST_S)
+    four.finish()
+    ended = [node.end() for node in four.nodes if node is not working[0]]
+    assert [end.code for end in ended] == [0, 0], ended[0].output
+
+
+@pytest.mark.slow
+def test_a_machine_that_falls_silent_is_gone_on_without(cluster: Callable[..., Cluster]) -> None:
     """No connection is closed and no lock is let go: all its processes are stopped. Later they come back."""
     both = two(cluster)
-    node = both.nodes[number]
-    processes = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+    processes = all_of(both.nodes[1])
     silent_at = time.time()
     for process in processes:
         process.suspend()
@@ -386,6 +435,99 @@ def test_a_machine_that_falls_silent_is_gone_on_without(number: int, cluster: Ca
     ended = [node.end() for node in both.nodes]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
     assert_close(ended[0], one())
+
+
+def all_of(node: Node) -> list[psutil.Process]:
+    return [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.slow)])
+def test_the_loss_of_the_node_that_serves_the_store_ends_the_run_which_the_same_command_continues(
+    how: str, cluster: Callable[..., Cluster]
+) -> None:
+    both = two(cluster)
+    lost_at, last = time.time(), max(step for _, step, _, _ in both.steps())
+    if how == "killed":
+        both.nodes[0].kill()
+    else:
+        for process in all_of(both.nodes[0]):
+            process.suspend()
+    ended = both.nodes[1].end(timeout_s=LOST_S)
+    print(f"{how}: {time.time() - lost_at:.1f} s")
+    assert ended.code == 75 and "the store of the run's nodes does not answer" in ended.output, ended.output
+    assert ended.summary["status"] == "preempted"
+    if how == "frozen":
+        for process in all_of(both.nodes[0]):
+            process.kill()
+        both.nodes[0]._wait(5.0)
+    both.finish()
+    again = [both.start(), both.start()]
+    assert [node.end().code for node in again] == [0, 0], again[0].output.read_text()
+    assert min(step for at, step, _, _ in both.steps() if at > lost_at + 1.0) > last - 8, "from a checkpoint"
+    assert_close(Ended(0, "", both.root), one())
+    assert_no_trace(both)
+
+
+HANGS: dict[str, tuple[Callable[[], object], int | None, list[str]]] = {
+    "stopped": (stop, 1, ["rank 1 hangs: it is stopped", "no rank of this node hangs", "rank 0"]),
+    "sleeping": (sleep, 1, ["rank 1 hangs: it waits, but not for the other ranks", "rank 0"]),
+    "looping": (loop, 0, ["rank 0 hangs: it computes", "rank 1"]),
+    "all sleeping": (sleep, None, ["rank 0 hangs: it waits, but not", "rank 1 hangs: it waits, but not"]),
+    "all stopped": (stop, None, ["rank 0 hangs: it is stopped", "rank 1 hangs: it is stopped"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [*HANGS])
+def test_the_guilty_rank_is_named_wherever_it_is(what: str, cluster: Callable[..., Cluster]) -> None:
+    act, rank, said = HANGS[what]
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=20", "checkpoint.every=10")
+    for _ in range(2):
+        both.start(before=at_step(20, act, on_rank=rank))
+    found = [node.end(timeout_s=120) for node in both.nodes]
+    assert [end.code for end in found] == [71, 71], found[0].output + found[1].output
+    for text in (found[0].output, found[1].output, str(found[0].summary["error"])):
+        assert all(words in text for words in said), text
+    assert found[0].summary["status"] == "failed"
+    assert_no_trace(both)
+
+
+def at_step(step: int, act: Callable[[], object], *, on_rank: int | None) -> Callable[[], None]:
+    """Have a rank, or all, do something after a step instead of going on."""
+
+    def plant() -> None:
+        original = Trainer.train_step
+
+        def train_step(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            if trainer.progress.step == step and on_rank in (None, trainer.world.rank):
+                act()
+            return original(trainer, *args, **kwargs)
+
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+
+    return plant
+
+
+@pytest.mark.slow
+def test_a_node_that_is_missed_for_too_long_is_named(cluster: Callable[..., Cluster]) -> None:
+    both = two(cluster, "launch.nnodes=2", "launch.timeout_s=12")
+    for process in all_of(both.nodes[1]):
+        process.suspend()
+    ended = both.nodes[0].end(timeout_s=60)
+    assert ended.code == 1 and ", with rank 1, was lost" in ended.output, ended.output
+    assert "1 of at least 2 nodes" in ended.summary["error"]
+
+
+def test_torch_reads_only_a_record_that_a_node_of_the_run_has_signed() -> None:
+    store = HashStore()
+    ours = SignedBackend(store, secret="ours", serves=True, before_join=lambda: None)
+    theirs = SignedBackend(store, secret="theirs", serves=False, before_join=lambda: None)
+    ours.set_state(b"a record")
+    assert ours.get_state()[0] == b"a record"
+    with pytest.raises(RuntimeError, match="changed by another program"):
+        theirs.get_state()
+    theirs._secret = ours._secret
+    assert theirs.get_state()[0] == b"a record"
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d",

@@ -297,8 +297,20 @@ def test_a_node_that_slurm_has_lost_leaves_the_run_to_the_next_attempt(
     requeued_at = time.time()
     run.wait_for_step(world_size=1, after=requeued_at)  # still the old one's
     assert "continuing" not in run.log()
-    run._wait(lambda: "a newer attempt of this job" in run.log(), timeout_s=90, what="the old one's end")
+    run._wait(lambda: "has been taken by process" in run.log(), timeout_s=90, what="the old one's end")
     run._wait(lambda: "continuing from" in run.log(), timeout_s=90, what="the new one's beginning")
+    assert_ends_as(run, one(), restarts=1)
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_the_processes_of_its_first_node_requeues_itself(cluster: Path, submitted: Callable[..., Run]) -> None:
+    """Slurm sees only that a task has failed: the other node has lost the store."""
+    run = submitted()
+    first = ask("scontrol", "show", "hostnames", facts(run.job)["NodeList"]).split()[0]
+    for process in tasks_of(cluster, first):
+        if "take_node" in " ".join(process.cmdline()):
+            process.kill()
+    run.wait_for_restart()
     assert_ends_as(run, one(), restarts=1)
 
 
@@ -402,17 +414,16 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Cal
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (["launch.slurm.partition=hihg"], "launch.slurm.partition: ... 'hihg' ... mean high"),
-        (["launch.nnodes=5"], "launch.nnodes: 5 ... 4 ... 4"),
-        (["launch.nproc_per_node=5"], "launch.nproc_per_node: 5 CPUs ... 4 ... 4"),
-        (["launch.slurm.cpus_per_task=5"], "launch.slurm.cpus_per_task: 5 CPUs ... 4 ... 4"),
-        (["launch.slurm.mem_gb=8"], "launch.slurm.mem_gb: 8192 MB ... 4000 ... 4000"),
+        (["launch.slurm.partition=hihg"], "launch.slurm.partition: Slurm refuses partition=hihg: ... invalid partition ..."),
+        (["launch.nnodes=5"], "launch.nnodes: Slurm refuses nodes=5-5: ..."),
+        (["launch.nproc_per_node=5"], "launch.nproc_per_node: Slurm refuses cpus-per-task=5: ..."),
+        (["launch.slurm.cpus_per_task=5"], "launch.slurm.cpus_per_task: Slurm refuses cpus-per-task=5: ..."),
+        (["launch.slurm.mem_gb=8"], "launch.slurm.mem_gb: Slurm refuses mem=8192M: ..."),
         (["launch.slurm.gpus_per_node=3", "launch.nproc_per_node=1", "launch.slurm.partition=gpu", "launch.nnodes=1"],
-         "launch.slurm.gpus_per_node: 3 GPUs ... 2 ... 2"),
+         "launch.slurm.gpus_per_node: Slurm refuses gpus-per-node=3: ..."),
         (["launch.nproc_per_node=3", "launch.slurm.gpus_per_node=2"], "launch.nproc_per_node: 3 ... gpus_per_node=3 ... device=cpu"),
-        (["launch.slurm.partition=short", "launch.slurm.time_min=3", "launch.slurm.signal_s=60"], "launch.slurm.time_min: 3 ... 2 ... 2"),
         (["launch.slurm.time_min=2"], "launch.slurm.time_min: 2 ... launch.slurm.signal_s=120 ... 4"),
-        (["launch.slurm.constraint=gold"], "launch.slurm: Slurm refuses such a job: ... Invalid feature"),
+        (["launch.slurm.constraint=gold"], "launch.slurm.constraint: Slurm refuses constraint=gold: ... Invalid feature ..."),
         (["name=a%j"], "run.dir: ... %"),
         (["launch.slurm.partitoin=main"], "launch.slurm.partitoin: unknown ... mean launch.slurm.partition"),
         (["launch.slurm.time_min=0"], "launch.slurm.time_min: 0 is out of range (at least 1)"),
@@ -436,6 +447,19 @@ def test_a_launcher_does_not_submit() -> None:
     problems = checked_line([*RUN, "launch=slurm", "parallel=ddp"], world_size=2).problems
     expected = "launch: slurm ... 2 ... launch=local"
     assert [str(problem) for problem in problems] == [Says(expected)]
+
+
+def test_without_submitit_a_job_is_refused_before_the_rehearsal(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plant() -> None:
+        sys.modules["submitit"] = None  # type: ignore[assignment]
+        sys.modules.pop("framework.preflight.rehearsal", None)
+        monkeypatch.setattr("framework.preflight.dry_build.dry_build", lambda config: [])
+        monkeypatch.setattr("framework.preflight.rehearsal.rehearse", lambda *_, **__: pytest.fail("it has begun"))
+
+    refused = command(*RUN, *TWO, "rehearse=true", root=tmp_path / "runs", before=plant)
+    assert (refused.code, refused.output) == (78, Says("launch: submitit not installed (pip install 'steadfast[slurm]' ..."))
 
 
 def test_a_machine_without_slurm_is_no_place_to_submit_from(

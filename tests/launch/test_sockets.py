@@ -6,6 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from extras.mpi.tests.test_mpi import ALLOWED, MPIRUN, needs_mpi
-from framework.distributed.groups import awaited
+from framework.distributed.groups import _store_of_step, awaited
+from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted
 from tests.harness import command
 from tests.test_loggers import RUN
@@ -108,6 +112,60 @@ def test_gloo_under_mpirun_listens_on_loopback_only(folder: Path, tmp_path: Path
     process = subprocess.Popen(line, env=os.environ | ALLOWED | {"TMPDIR": str(tmp_path)})
     assert process.wait(timeout=120) == 0
     assert_loopback(folder, processes=2, besides=process.pid)
+
+
+def print_meetings(port: int) -> None:
+    """Two ranks of each of two steps meet at once, on ports from the same one on, which another program has: it never answers."""
+
+    def meet(step: str, rank: int) -> str:
+        place = Environment(rank=rank, world_size=2, local_world_size=2, master_port=port, step=step)
+        store = _store_of_step(place, timeout=timedelta(seconds=60))
+        kept.append(store)
+        store.set(str(rank), step)
+        return bytes(store.get(str(1 - rank))).decode()
+
+    kept: list[dist.Store] = []
+    with socket.create_server(("127.0.0.1", port)), ThreadPoolExecutor(4) as pool:
+        asked = [(step, pool.submit(meet, step, rank)) for rank in (1, 0) for step in ("7.0", "8.0")]
+        print(json.dumps([(step, found.result()) for step, found in asked]), flush=True)
+    os._exit(0)
+
+
+def test_two_steps_of_slurm_with_the_same_port_never_meet(free_port: int) -> None:
+    program = f"from tests.launch.test_sockets import print_meetings; print_meetings({free_port})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert all(step == found for step, found in json.loads(done.stdout)), done.stdout
+
+
+def test_ranks_wait_as_long_as_rank_0_works() -> None:
+    store, is_over = dist.HashStore(), threading.Event()
+
+    def work() -> None:
+        while not is_over.wait(0.05):
+            store.add("signs", 1)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    threading.Timer(1.5, lambda: store.set("decision", "0")).start()
+    assert awaited(store, "decision", timeout=timedelta(seconds=0.5), sign="signs") == b"0"
+    is_over.set()
+    worker.join()
+    with pytest.raises(Interrupted, match="not all processes of the run have started"):
+        awaited(store, "another", timeout=timedelta(seconds=0.5), sign="signs")
+
+
+def test_a_wrong_key_ends_all_processes_of_a_launcher_at_once(tmp_path: Path, free_port: int) -> None:
+    line = [sys.executable, str(ROOT / "train.py"), "optimizer.lrr=1", f"run.root={tmp_path / 'runs'}"]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
+    ranks = [subprocess.Popen(line, env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}, text=True,
+                              stderr=subprocess.PIPE) for rank in "01"]  # fmt: skip
+    told = [rank.communicate(timeout=60)[1] for rank in ranks[:1]]
+    printed_at = time.monotonic()
+    told += [ranks[1].communicate(timeout=60)[1]]
+    assert time.monotonic() - printed_at < 3.0
+    assert [rank.returncode for rank in ranks] == [78, 78]
+    assert told[0].count("optimizer.lrr: unknown key") == 1 and told[1] == ""
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_wait_for_the_others_ends() -> None:

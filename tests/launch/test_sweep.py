@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from framework.build.training import Builder
-from framework.loggers.tensorboard import TensorBoard
 from framework.preflight import rehearsal
 from framework.runtime.lock import Lock
 from framework.runtime.preemption import PREEMPTION
@@ -50,19 +49,6 @@ def table(ended: Ended) -> list[dict[str, str]]:
 def job(ended: Ended, row: dict[str, str]) -> Ended:
     """One job's run, as if it had been a command of its own."""
     return Ended(0, ended.output, Path(row["directory"]))
-
-
-@pytest.mark.parametrize("several", slow_but([[]], [[], TWO_AT_A_TIME]), ids=["one by one", "two at a time"])
-def test_the_same_sweep_gives_a_logger_that_failed_what_it_lacks(several: list[str], tmp_path: Path) -> None:
-    line = [*SHORT, "seed=0,1", "logger=tensorboard", *several]
-
-    def plant() -> None:
-        TensorBoard.close = lambda self, summary: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-
-    assert swept(*line, root=tmp_path / "runs", before=plant).code == 0
-    for number in (2, 0):
-        again = swept(*line, root=tmp_path / "runs")
-        assert again.code == 0 and again.output.count("logger tensorboard has all rows now") == number
 
 
 # --- one after the other

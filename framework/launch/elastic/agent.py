@@ -1,98 +1,81 @@
 """Elastic runs: every node runs the same command, nodes join and leave, and the run continues with the present nodes."""
 
-import copy
-import os
+import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Iterable
-from functools import partial
+from datetime import timedelta
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig
-from framework.distributed.groups import serve_store
 from framework.distributed.hang.diagnose import is_of_others
 from framework.launch.elastic.entry import RoundEntry
-from framework.launch.elastic.links import LOST_AFTER_S, Links, interface_of
-from framework.launch.elastic.meeting import Meeting, Superseded
-from framework.launch.elastic.membership import Member, Membership
-from framework.launch.elastic.network import Network
+from framework.launch.elastic.meeting import SILENT_S, Meeting, StoreLost, meeting_folder
 from framework.launch.failures import Failure, cause, recorded_failures, report
+from framework.launch.network import Network
 from framework.launch.scratch import new_folder, remove_scratch
 from framework.launch.worker import Agent, prepare
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import node_name, variables
-from framework.runtime.exits import Exit
+from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
+from framework.runtime.torch_internals import DynamicRendezvous, RoundView
 
 _POLL_S = 0.25
-_LAST_CALL_S = 3.0  # from the last node's arrival until a round starts with fewer nodes than allowed
+_LAST_CALL_S = 3.0  # from the arrival of enough nodes until a round starts with fewer nodes than allowed
 _GRACE_S = 5.0  # time for workers to notice that other workers have ended
+_TO_EXPLAIN_S = SILENT_S + 4.0  # from lost connections until the node that has caused it is known
 
 
-def take_part(config: RunConfig, *, attempt: list[int] | None = None) -> int:
+def take_part(config: RunConfig, *, attempt: list[int] | None = None, is_first: bool | None = None) -> int:
     """Be one node of the run until the run ends. Return the exit code, which is the same on all nodes.
 
-    A node with a greater `attempt` takes the run from the nodes of smaller attempts.
+    In a Slurm job, `attempt` are the job's number and its requeues, and only the node that `is_first` serves the store. Raise
+    StoreLost if the node that serves the store is lost.
     """
     log.start_console(rank=0, who=node_name())
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     directory, launch = RunDirectory(folder_of(config.run, config.mode)), config.launch
     # every node has the same number of workers, so torch numbers them without a store
     variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
-    network = Network.find()
-    ports = launch.port_range or (0,)
-    links = Links(network.addresses, ports=ports)
-    meeting = Meeting(
-        directory.path.with_name(f".{directory.path.name.lstrip('.')}.elastic"),
-        node=Member(node_name(), os.getpid(), attempt or [], machine=network.machine),
-        links=links,
-        sizes=fitting_nodes(launch, config.parallel),
-        num_workers=launch.num_processes,
-        max_restarts=launch.max_restarts,
-    )
+    variables()["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # the workers share the nodes' store; each round has its own keys
+    sizes, network = fitting_nodes(launch, config.parallel), Network.find()
+    meeting = Meeting(meeting_folder(directory.path), network=network, ports=launch.port_range or (0,),
+                      attempt=attempt, is_first=is_first)  # fmt: skip
     try:
-        if (code := _enter(meeting)) is not None:
-            return code
-        try:
-            remove_scratch(directory.path)
-            with new_folder(directory.path) as scratch:
-                entry = RoundEntry(config, meeting.folder)
-                agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
-                return agent.attend(meeting, links, network, ports=ports, timeout_s=launch.timeout_s)
-        finally:
-            meeting.leave()
-    except (Superseded, OSError) as error:
-        LOGGER.error("this node has to leave the run: %s", error)
-        return error.code if isinstance(error, Superseded) else Exit.DISK
-    finally:
-        links.close()
-
-
-def _enter(meeting: Meeting) -> Exit | None:
-    """Join the meeting. Return an exit code if this is not possible."""
-    try:
-        while not meeting.enter():
-            if PREEMPTION.requested:
-                LOGGER.info("stopped before this node joined the run; the same command joins it")
-                return Exit.PREEMPTED
-            time.sleep(_POLL_S)
+        meeting.enter(timeout_s=launch.timeout_s, command={"sizes": sizes, "processes": launch.num_processes})
+        remove_scratch(directory.path)
+        with new_folder(directory.path) as scratch:
+            entry = RoundEntry(config, meeting.folder)
+            agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
+            return agent.attend(meeting, network, sizes=sizes, timeout_s=launch.timeout_s)
     except ValueError as error:
-        print(Problem("launch", str(error), "give the same command on every node"), file=sys.stderr)
+        print(Problem("launch", str(error), "the same command, and the same time, on every node"), file=sys.stderr)
         return Exit.CONFIGURATION
+    except StoreLost:
+        if directory.read_summary().get("status") == "running":
+            directory.record_end(status="preempted", error=None)
+        raise
+    except (RunEnded, TimeoutError) as error:
+        LOGGER.error("%s", error)
+        return error.code if isinstance(error, RunEnded) else Exit.FAILED
     except OSError as error:
         LOGGER.error("%s cannot be used: %s", meeting.folder, error)
         return Exit.DISK
-    return None
+    finally:
+        meeting.close()
 
 
-_UNDONE = RunResult(state=WorkerState.HEALTHY)  # workers that were ended, or that never started
+class _Stopped(Exception):
+    """There is no next round: the run has ended, or a person has stopped it."""
 
 
 class _Agent(Agent):
@@ -101,193 +84,212 @@ class _Agent(Agent):
     `failures` contains the failure that has ended the run, if it happened on this node.
     """
 
-    def attend(self, meeting: Meeting, links: Links, network: Network, *, ports: Iterable[int], timeout_s: float) -> int:
+    def attend(self, meeting: Meeting, network: Network, *, sizes: list[int], timeout_s: float) -> int:
         """Take part in rounds until the run has ended on all nodes. Return the exit code."""
-        self._meeting, self._links, self._network, self._timeout_s = meeting, links, network, timeout_s
-        self._ports = ports
-        self.place.use_agent_store = True  # in each round, the store of its first node
+        self._meeting, self._network, self._sizes, self._timeout_s = meeting, network, sizes, timeout_s
+        self._members: list[str] = []  # the nodes of the latest round, in the order of their ranks
+        self._name = f"{meeting.number:06d} {node_name()}"
+        self.place.use_agent_store = True
+        self.place.master_addr, self.place.master_port = meeting.host, meeting.port
+        self._backend = meeting.backend(self._require_next)
+        self._nodes = DynamicRendezvous.from_backend(
+            self.place.get_run_id(), meeting.store, self._backend, sizes[0], sizes[-1], self._name,
+            RendezvousTimeout(join=timedelta(seconds=timeout_s), last_call=timedelta(seconds=_LAST_CALL_S)),
+            keep_alive_interval=1, keep_alive_max_attempt=int(SILENT_S),
+        )  # fmt: skip
+        self._nodes.use_store(meeting.store, meeting.host, meeting.port)
         try:
-            while (membership := self._next_round()).code is None:
-                if self._start(membership):
-                    self._watch(membership.round)
+            while (end := meeting.recorded("end")) is None:
+                round = self._next_round()
+                if round and self._name in self._members:
+                    self._start(round)
+                    self._watch(round)
+                elif round:
+                    self._wait_out()
+            self._report(end["code"], end["error"])
+            meeting.leave(lambda: [int(name[:6]) for name in self._look().alive])
+            return int(end["code"])
+        except RendezvousConnectionError as error:
+            raise meeting.lost() from error
         finally:
             self.end_workers(signal.SIGKILL)
-        if membership.code == Exit.HANG or self.failures:
-            report(str(membership.error) if membership.code == Exit.HANG else self.failures[-1], self._directory)
-        elif membership.code == Exit.PREEMPTED and self._directory.read_summary().get("status") in ("running", "failed"):
+
+    def _report(self, code: int, error: str | None) -> None:
+        if code == Exit.HANG or self.failures:
+            report(str(error) if code == Exit.HANG else self.failures[-1], self._directory)
+        elif code == Exit.PREEMPTED and self._directory.read_summary().get("status") in ("running", "failed"):
             self._directory.record_end(status="preempted", error=None)  # its workers did not run long enough to record it
-        elif membership.code == Exit.CONFIGURATION and membership.error is not None:
-            print(membership.error, file=sys.stderr)
-        elif membership.error is not None:
-            LOGGER.error("the run has failed: %s", membership.error)
+        elif error is not None:
+            LOGGER.error("the run has failed: %s", error)
             if self._directory.path.exists():
-                self._directory.record_end(status="failed", error=membership.error)
-        return membership.code
+                self._directory.record_end(status="failed", error=error)
 
-    def _next_round(self) -> Membership:
-        """Wait until a round includes this node, or until the run has ended and all nodes have left it."""
-        came, since = list[int](), time.monotonic()
-        possible = since  # the last time at which a round ran, or could have started
-        while True:
-            seen, now = self._meeting.look(), time.monotonic()
-            if seen.ready != came:
-                came, since = seen.ready, now
-            if seen.running or seen.may_start:
-                possible = now
-            if not seen.running if seen.code is not None else self._meeting.number in seen.running:
-                return seen
-            step = partial(self._advance, waited_s=now - since, idle_s=now - possible)
-            if step(copy.deepcopy(seen)) == seen:
-                time.sleep(_POLL_S)
-            else:
-                self._meeting.clear(self._meeting.change(step))
+    # --- between rounds
 
-    def _advance(self, membership: Membership, *, waited_s: float, idle_s: float) -> Membership:
-        """Return the record after the next step between rounds, if a step is due. Another node may take the same step."""
-        if self._meeting.number not in membership.nodes:
-            self._meeting.wait_for_next(membership)
-        membership.stops |= PREEMPTION.requested
-        if membership.running or membership.code is not None:
-            return membership
-        if (fault := self._network.fault(membership.nodes.values())) is not None:
-            membership.end(Exit.CONFIGURATION, error=fault)
-        elif hang := self._hang(membership):
-            membership.end(Exit.HANG, error=hang)
-        elif membership.stops:
-            membership.end(Exit.PREEMPTED)
-        elif membership.may_start and (membership.is_full or waited_s > _LAST_CALL_S):
-            membership.start_round()
-        elif idle_s > self._timeout_s:
-            there = f"{len(membership.nodes)} of at least {membership.sizes[0]} nodes have joined"
-            lacks = [*self._apart(membership, membership.doubtful), *membership.lost_nodes]
-            membership.end(Exit.FAILED, error="; ".join([f"{there} within launch.timeout_s={self._timeout_s:g}", *lacks]))
-        return membership
+    def _stops(self) -> bool:
+        """Return whether a person has stopped the run, on any node."""
+        return bool(self._meeting.first("stop", True) if PREEMPTION.requested else self._meeting.recorded("stop"))
 
-    def _hang(self, membership: Membership) -> str:
-        """Return the verdict of the latest round's nodes on a hang. Return an empty text if only the network is the cause."""
-        told = [membership.verdicts[number] for number in membership.members if number in membership.verdicts]
-        guilty = [verdict for verdict in told if not is_of_others(verdict)]
-        if guilty:
-            return "; ".join([*guilty, *(verdict for verdict in told if verdict not in guilty)])
-        is_parted = any(set(pair) <= set(membership.members) for pair in membership.doubtful)
-        if not told or len(told) < len(membership.members) or is_parted or membership.is_short:
-            return ""
-        return "; ".join(["the nodes' ranks wait for each other, in different collectives", *told])
+    def _require_next(self) -> None:
+        """Raise _Stopped if there is no next round."""
+        if self._meeting.recorded("end") is not None or self._stops():
+            raise _Stopped
 
-    def _start(self, membership: Membership) -> bool:
-        """Start this node's workers of a round. Return False if the round has already ended."""
+    def _look(self) -> RoundView:
+        try:
+            return self._nodes.look()
+        except RendezvousConnectionError as error:
+            raise self._meeting.lost() from error
+
+    def _next_round(self) -> int:
+        """Wait for a round of enough nodes. Return its number, or 0 if there is none yet."""
+        self._backend.joins = True
+        try:
+            self._nodes.next_rendezvous()
+        except _Stopped:
+            if not self._look().is_running:
+                self._meeting.end(Exit.PREEMPTED)
+            time.sleep(_POLL_S)
+            return 0
+        except RendezvousTimeoutError:
+            view = self._look()
+            if not view.is_running:
+                there = f"{len(view.members) + 1} of at least {self._sizes[0]} nodes have joined"
+                error = f"{there} within launch.timeout_s={self._timeout_s:g}"
+                self._meeting.end(Exit.FAILED, error="; ".join([error, *self._lost(view)]))
+            return 0
+        finally:
+            self._backend.joins = False
+        view = self._nodes.look(is_new=False)
+        self._members, self._number = view.members[: self._size_for(len(view.members))], view.number
+        return view.number + 1
+
+    def _size_for(self, count: int) -> int:
+        return max((size for size in self._sizes if size <= count), default=0)
+
+    def _lost(self, view: RoundView) -> list[str]:
+        """Return the nodes of the latest round that do not live any more, in words."""
+        size, lost = self.workers.spec.local_world_size, []
+        for place, name in enumerate(self._members):
+            if name not in view.alive and name != self._name:
+                ranks = f"rank {place}" if size == 1 else f"ranks {place * size} to {(place + 1) * size - 1}"
+                lost.append(f"{name[7:]}, with {ranks}, was lost")
+        return lost
+
+    # --- a round
+
+    def _start(self, round: int) -> None:
+        """Start this node's workers of a round."""
         spec, place = self.workers.spec, self.place
-        place.rank, place.world_size = membership.members.index(self._meeting.number), len(membership.members)
+        place.rank, place.world_size = self._members.index(self._name), len(self._members)
         if place.rank == 0:
             nodes = f"{place.world_size} node{'s' * (place.world_size != 1)}"
-            LOGGER.info("%s", f"round {membership.round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
+            LOGGER.info("%s", f"round {round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
         # torch numbers attempts by restarts, which each agent counts alone; rounds are counted for all nodes
-        self.restarts_left = spec.max_restarts - membership.round
-        address = self._links.address(set(membership.members) - {self._meeting.number})
-        self._network.use(interface_of(address) if address is not None else None)
-        if place.rank == 0:
-            host = address or "127.0.0.1"
-            self._served, port = serve_store(host, ports=self._ports)  # it lives as long as the round
-            self._meeting.announce(membership.round, (host, port))
-        while (served := self._meeting.announced(membership.round)) is None:
-            time.sleep(_POLL_S)
-            seen = self._meeting.look()
-            if self._patience_s(seen, membership.round) is not None:
-                self._meeting.change(partial(self._conclude, round=membership.round, result=_UNDONE, failure=None))
-                return False
-        place.master_addr, place.master_port = served
+        self.restarts_left = spec.max_restarts - round
+        self._network.use(self._meeting.interface if place.world_size > 1 else None)
         self.start_workers()
-        return True
+
+    def _is_over(self, view: RoundView) -> bool:
+        """Return whether the round has lost a node, or the nodes have left it."""
+        return view.number != self._number or not {*self._members} <= {*view.members}
+
+    def _wait_out(self) -> None:
+        """Wait until a round ends that has no place for this node: the number of nodes does not fit the strategy's mesh."""
+        while not self._is_over(self._look()) and self._meeting.recorded("end") is None:
+            self._stops()
+            time.sleep(_POLL_S)
 
     def _watch(self, round: int) -> None:
         """Watch this node's workers until they have ended, and record how they ended."""
         is_stopping, over_since = False, None
         while (result := self.watch_workers()).state == WorkerState.HEALTHY:
             time.sleep(_POLL_S)
-            seen = self._meeting.look()
-            if seen.verdicts and not self.verdict and seen.round == round:
+            view = self._look()
+            if not self.verdict and self._meeting.recorded(f"verdict_{round}"):
                 self.look()  # the ranks of another node have waited until the time-out
-            if not is_stopping and (PREEMPTION.requested or seen.stops or seen.may_grow):
-                is_stopping = self._ask_to_stop(round)
-            patience_s = self._patience_s(seen, round)
+            stops = self._stops()
+            may_grow = self._size_for(len(view.members) + view.num_waiting) > len(self._members)
+            if not is_stopping and (stops or may_grow):
+                if not stops:
+                    self._meeting.first(f"regroup_{round}", True)
+                self.signal_workers(signal.SIGTERM)
+                is_stopping = True
+            patience_s = self._patience_s(view, round)
             if patience_s is None:
                 continue
             over_since = over_since or time.monotonic()
             if time.monotonic() - over_since >= patience_s:
                 self.end_workers(signal.SIGKILL)
-                break
-        seen = self._meeting.look()
-        if seen.round == round and seen.code is None:
-            for line in self._apart(seen, seen.lost_links):
-                LOGGER.warning("%s", line)
-        failure = self._failure(round, result)
-        number = self._meeting.change(partial(self._conclude, round=round, result=result, failure=failure))
-        if failure is not None and number:
-            with log.log_file(self._directory.log):
-                LOGGER.warning("%s; restart %d of %d", failure, number, seen.max_restarts)
+                return
+        self._conclude(round, result)
 
-    def _apart(self, membership: Membership, pairs: list[tuple[int, int]]) -> list[str]:
-        """Return a message for each pair of nodes that cannot reach each other."""
-        lines = []
-        for one, other in pairs:
-            if self._meeting.number == other:
-                one, other = other, one
-            hosts = (membership.nodes[number].host if number in membership.nodes else "?" for number in (other, one))
-            where = ", ".join(address for address, _ in self._meeting.addresses(other))
-            lines.append("{} cannot be reached from {} ({})".format(*hosts, f"{where}: no answer in {LOST_AFTER_S:g} s"))
-        return lines
-
-    def _patience_s(self, membership: Membership, round: int) -> float | None:
+    def _patience_s(self, view: RoundView, round: int) -> float | None:
         """Return for how many seconds the running workers may continue. Return None if there is no problem."""
-        if membership.round != round or membership.is_short:  # the others continue without them, or wait for a dead node
-            return 0.0
-        if membership.lost_links:  # TCP would wait for a quarter of an hour
-            return 0.0
-        if membership.broken == round:  # the workers will soon notice by themselves
-            return _GRACE_S
-        return self._timeout_s if membership.code is not None else None  # rank 0 may still close its loggers
-
-    def _ask_to_stop(self, round: int) -> bool:
-        """Make the workers stop after their step, with a checkpoint. First record the reason for all nodes."""
-
-        def ask(membership: Membership) -> bool:
-            membership.stops |= PREEMPTION.requested
-            if membership.may_grow:
-                membership.regroups = round
-            return membership.stops or membership.regroups == round
-
-        if is_due := self._meeting.change(ask):
-            self.signal_workers(signal.SIGTERM)
-        return is_due
-
-    def _failure(self, round: int, result: RunResult) -> Failure | None:
-        """Return this node's own failure that has ended its part of a round, or None."""
-        if result.state in (WorkerState.SUCCEEDED, WorkerState.HEALTHY) or self.verdict:  # healthy: until this agent ended them
+        if self._meeting.recorded("end") is not None:
+            return self._timeout_s  # rank 0 may still close its loggers
+        if not self._is_over(view):
             return None
-        ranks = [worker.global_rank for worker in self.workers.workers]
-        recorded = [failure for failure in recorded_failures(self._meeting.folder, attempt=round) if failure.rank in ranks]
-        failure = cause(recorded, result.failures, ranks=ranks)
-        return None if failure.lost_peer else failure
+        left = self._meeting.recorded(f"left_{round}")  # None: a node was lost
+        return 0.0 if left is None else self._timeout_s if left == "done" else _GRACE_S
 
-    def _conclude(self, membership: Membership, *, round: int, result: RunResult, failure: Failure | None) -> int:
-        """Record how this node's part of a round ended, and wait for the next. Return the failure's number, or 0."""
-        self._meeting.wait_for_next(membership)
-        membership.stops |= PREEMPTION.requested
+    def _conclude(self, round: int, result: RunResult) -> None:
+        """Record how this node's workers ended, for the other nodes."""
         if result.state == WorkerState.SUCCEEDED:
             code = max(result.return_values.values())
-            # otherwise no node has requested it: a person has sent a signal to a worker
-            if code != Exit.PREEMPTED or membership.stops or membership.regroups != round:
-                membership.end(code)
-            return 0
-        membership.broken = max(membership.broken, round)
-        if self.verdict and membership.round == round and not self.slept_s:
-            membership.verdicts[self._meeting.number] = self.verdict
-        if membership.lost_links and membership.round == round:
-            membership.parted = round
-        if failure is None or membership.code is not None or membership.round != round:
-            return 0
-        number = membership.note(failure, round)
-        if membership.code is not None:
+            # without a new node, a person has stopped the run, maybe by a signal to a worker
+            if code != Exit.PREEMPTED or self._stops() or not self._meeting.recorded(f"regroup_{round}"):
+                self._meeting.end(code)
+            self._meeting.first(f"left_{round}", "done")
+            return
+        self._meeting.first(f"left_{round}", "failed")
+        if self.verdict:
+            if not self.slept_s:
+                self._conclude_hang(round)
+            return
+        ranks = [worker.global_rank for worker in self.workers.workers]
+        failure = cause(recorded_failures(self._scratch, attempt=round), result.failures, ranks=ranks)
+        if failure.lost_peer and not self._is_explained(round, within_s=_TO_EXPLAIN_S):
+            # without a count, this would repeat forever
+            failure = Failure(0, "the nodes lost their connection, and no process died", "the network")
+        if not failure.lost_peer:
+            self._note(failure, round)
+
+    def _is_explained(self, round: int, *, within_s: float) -> bool:
+        """Return whether another node has failed or was lost: then this node's workers have only lost their connections."""
+        began = time.monotonic()
+        while time.monotonic() - began < within_s:
+            if self._lost(self._look()) or any(map(self._meeting.recorded, ("end", f"failure_{round}", f"verdict_{round}"))):
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+    def _note(self, failure: Failure, round: int) -> None:
+        """Count one failure per round, for all nodes. The last allowed failure, or a repeated failure, ends the run."""
+        mine = [self._meeting.number, dataclasses.asdict(failure)]
+        if self._meeting.first(f"failure_{round}", mine) != mine:
+            return
+        number, most = self._meeting.count("failures"), self.workers.spec.max_restarts
+        self._meeting.first(f"counted_{number}", [failure.error, failure.where])
+        if number > most or self._meeting.recorded(f"counted_{number - 1}") == [failure.error, failure.where]:
             self.failures.append(failure)
-            return 0
-        return number
+            self._meeting.end(Exit.FAILED, error=f"rank {failure.rank}: {failure.error}")
+            return
+        with log.log_file(self._directory.log):
+            LOGGER.warning("%s; restart %d of %d", failure, number, most)
+
+    def _conclude_hang(self, round: int) -> None:
+        """Record this node's verdict, and wait for the other nodes' verdicts. The run ends with all of them."""
+        self._meeting.first(f"verdict_{round}_{self.place.rank}", self.verdict)
+        self._meeting.first(f"verdict_{round}", True)
+        keys, began = [f"verdict_{round}_{place}" for place in range(len(self._members))], time.monotonic()
+        while None in (told := [self._meeting.recorded(key) for key in keys]) and time.monotonic() - began < _TO_EXPLAIN_S:
+            if self._meeting.recorded("end") is not None:
+                return
+            time.sleep(_POLL_S)
+        verdicts = sorted(filter(None, told), key=is_of_others)
+        if not is_of_others(verdicts[0]):
+            self._meeting.end(Exit.HANG, error="; ".join(verdicts))
+        elif len(verdicts) == len(keys):
+            everyone = "the nodes' ranks wait for each other, in different collectives"
+            self._meeting.end(Exit.HANG, error="; ".join([everyone, *verdicts]))

@@ -1,17 +1,14 @@
 """The start of each worker in a round of an elastic run. All use rank 0's configuration; only rank 0 claims the directory."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
-from framework.distributed.groups import launcher_store
-from framework.launch.claim import ClaimedRun, as_text, claim, from_text, is_finished
+from framework.launch.claim import ClaimedRun, claim, is_finished
 from framework.launch.failures import record_failure
-from framework.launch.worker import work
+from framework.launch.torchrun import agree, carry_out
 from framework.runtime import log
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
@@ -29,18 +26,11 @@ class RoundEntry:
         environment = Environment.read()
         log.start_console(rank=environment.rank)
         try:
-            store = launcher_store(environment, timeout=timedelta(minutes=10), part="start")
-            begun = self._decide() if environment.rank == 0 else None
-            if begun is not None:
-                store.set("decision", as_text(begun.frozen if isinstance(begun, ClaimedRun) else begun))
-            taken = from_text(store.get("decision").decode())
+            begun, taken = agree(self._decide, environment=environment)
         except Exception as error:
-            record_failure(error, environment=environment, scratch=self.folder)
+            record_failure(error, environment=environment, scratch=node_folder)
             raise
-        if not isinstance(taken, FrozenConfig):
-            return taken
-        with begun.mirrored() if isinstance(begun, ClaimedRun) else nullcontext(int) as settle:
-            return settle(work(taken, self.folder, node_scratch=node_folder))
+        return carry_out(taken, begun=begun, scratch=node_folder) if isinstance(taken, FrozenConfig) else taken
 
     def _decide(self) -> ClaimedRun | int:
         """Claim the directory. This process keeps the lock until it ends. Return an exit code if nothing is left to do."""

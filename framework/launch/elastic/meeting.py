@@ -1,217 +1,222 @@
-"""The agreement of the nodes of an elastic run: one record in a folder that all nodes share, and the nodes' signs of life."""
+"""The store of an elastic run, through which its nodes agree: one node serves it, and a file in a shared folder says where."""
 
-import itertools
+import hashlib
+import hmac
 import json
-import re
 import secrets
 import shutil
-import threading
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from framework.launch.elastic.links import Links
-from framework.launch.elastic.membership import MEMBERSHIP, Member, Membership
-from framework.launch.elastic.signs import Signs
-from framework.runtime.exits import RunEnded
-from framework.runtime.files import write_atomically
-from framework.runtime.lock import is_alive, process_identity
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-Returned = TypeVar("Returned")
+from framework.distributed.groups import connect_store, serve_store
+from framework.launch.network import Network, interface_of
+from framework.runtime.environment import node_name
+from framework.runtime.exits import Exit, Interrupted
+from framework.runtime.files import replacing
+from framework.runtime.lock import Lock, RunLocked
+from framework.runtime.preemption import PREEMPTION
 
-_BLOCK = 1024
-_DEAD_AFTER_S = 8.0  # without a sign of life
-_POLL_S = 0.05
-_NUM_CLAIMS = 100  # how many claims are kept: a network file system may show the record of some seconds, and some changes, ago
+SILENT_S = 8.0  # without an answer: the store, or a node, counts as lost
+_POLL_S = 0.25
+_CONNECT_S = 2.0
+_MOST_SKEW_S = 5.0  # torch compares the clocks of the nodes
 
 
-class Superseded(RunEnded):
-    """A newer attempt of the job has the run, because this attempt was considered lost."""
+def meeting_folder(directory: Path) -> Path:
+    """Return the folder, beside a run's directory, of the file that names the store."""
+    return directory.with_name(f".{directory.name.lstrip('.')}.elastic")
+
+
+class StoreLost(Interrupted, code=Exit.PREEMPTED):
+    """The node that serves the store was lost, or this node cannot reach it."""
 
 
 class Meeting:
-    """One agent's access to the record: a file that all agents read, and that one agent at a time changes.
+    """One node's access to the store, and to the few values that the nodes agree on there.
 
-    No process serves the record, and a change is a rename: any process may be killed or frozen at any moment. The agent that
-    creates a file first makes the next change. This works on any file system, unlike locks. A node lives as long as its file
-    changes. The clocks of two machines are never compared.
+    The node that holds the lock of `folder` serves the store. In a Slurm job, this is the job's first node (`is_first`), and
+    nodes of another `attempt` of the job do not belong to it.
     """
 
     def __init__(
-        self, folder: Path, *, node: Member, links: Links, sizes: list[int], num_workers: int, max_restarts: int
+        self, folder: Path, *, network: Network, ports: Iterable[int], attempt: list[int] | None, is_first: bool | None
     ) -> None:
-        self.folder = folder
-        self.number = 0  # this node's number
-        self._file = folder / "membership.json"
-        self._new = lambda: Membership(sizes, num_workers, max_restarts, secrets.token_hex(16), attempt=node.attempt)
-        self._node, self._links = node, links
-        self._came = time.monotonic()
-        self._signs = Signs(folder, links)
-        self._claims: dict[Path, float] = {}  # claims of other agents, and when this process first saw each
-        self._left = threading.Event()
+        self.folder, self.network = folder, network
+        self._ports, self._attempt, self._is_first = ports, attempt, is_first
+        self._lock = Lock(folder, party=None if attempt is None else f"job {attempt[0]}")
+        self._file = folder / "store.json"
+        self.serves = False
+        self.host, self.port, self.number = "", 0, 0  # the store's address, and this node's number by order of arrival
+        self._own = ""  # this node's address in the network of the store
 
-    def enter(self) -> bool:
-        """Try to join the waiting nodes. Return False while an earlier attempt, which has ended, is still being removed.
+    def enter(self, *, timeout_s: float, command: dict[str, Any]) -> None:
+        """Find the store, or serve it. Raise ValueError if the other nodes have another command, or a very different clock."""
+        began = time.monotonic()
+        while not (self._serve() or self._connect()):
+            if PREEMPTION.requested:
+                raise Interrupted("stopped before this node joined the run; the same command joins it")
+            if time.monotonic() - began > timeout_s:
+                raise TimeoutError(f"the store of the run's nodes does not answer within launch.timeout_s={timeout_s:g}"
+                                   f" ({self._where()})")  # fmt: skip
+            time.sleep(_POLL_S)
+        if not self.serves and abs(skew_s := time.time() - self.recorded("clock")) > _MOST_SKEW_S:
+            raise ValueError(f"the clock of this host differs by {skew_s:.0f} s from that of {self._place().get('node')}")
+        there = self.first("command", command)
+        if there != command:
+            differing = [f"{key} {value} here and {there[key]} there" for key, value in command.items() if there[key] != value]
+            raise ValueError(f"another command than on the run's other nodes: {'; '.join(differing)}")
+        self.number = self.count("nodes")
 
-        Raise ValueError if the other nodes have another command, and Superseded as `look` does.
-        """
-
-        def join(membership: Membership) -> bool:
-            if not membership.nodes:  # no node of an earlier attempt is left
-                membership.restart(self._new())
-                for path in self.folder.iterdir():
-                    if path != self._file and not path.name.startswith("change_"):
-                        path.unlink(missing_ok=True)
-            if membership.code is not None or not self._is_of_one_command(membership):
-                return False
-            if membership.attempt != self._node.attempt:  # this attempt is newer, and starts when the older nodes have left
-                membership.attempt, membership.stops = self._node.attempt, False
-            self.number = membership.add(self._node)
-            self._signs.give(self.number, 0)
-            return True
-
-        if not self.change(join):
+    def _serve(self) -> bool:
+        """Serve the store, unless another node does."""
+        if self._is_first is False:
             return False
-        keep = partial(self._signs.keep_giving, self.number, until=self._left)
-        threading.Thread(target=keep, name="beat", daemon=True).start()
+        try:
+            self._lock.take()
+        except FileNotFoundError:  # the node that has served the store has just removed the folder
+            return False
+        except RunLocked:
+            if self._is_first:
+                raise
+            return False
+        self.serves = True
+        for path in self.folder.iterdir():  # of nodes that were lost
+            if path != self._lock.path:
+                path.unlink()
+        self.host = self.network.given_address or "127.0.0.1"
+        self.store, self.port = serve_store(self.network.given_address or "", ports=self._ports)
+        self._secret = secrets.token_hex(16)
+        self.store.set(_mark(self._secret), "")
+        place = {"token": self._lock.token, "attempt": self._attempt, "node": node_name(), "port": self.port}
+        with replacing(self._file) as beside:
+            beside.touch(mode=0o600)
+            beside.write_text(json.dumps(place | {"addresses": self.network.addresses, "secret": self._secret}))
         return True
 
-    def _is_of_one_command(self, membership: Membership) -> bool:
-        mine = self._new()
-        pairs = {"num_workers": (mine.num_workers, membership.num_workers), "sizes": (mine.sizes, membership.sizes)}
-        differing = [f"{name} {here} here and {there} there" for name, (here, there) in pairs.items() if here != there]
-        if differing and time.monotonic() - self._came > 2 * _DEAD_AFTER_S:  # before this time, the other nodes may be dead
-            raise ValueError(f"another command than on the run's other nodes: {'; '.join(differing)}")
-        return not differing
+    def _connect(self) -> bool:
+        """Connect to the store of the node that holds the lock, over the first of its addresses that answers."""
+        place = self._place()
+        if place.get("token") != self._lock.holder().get("token") or place.get("attempt") not in (None, self._attempt):
+            return False
+        for host in place["addresses"]:
+            with suppress(OSError, RuntimeError, StoreLost):
+                with socket.create_connection((host, place["port"]), timeout=_CONNECT_S) as connection:
+                    self._own = connection.getsockname()[0]
+                self.store = connect_store(host, place["port"], silent_s=SILENT_S)
+                self.host, self.port, self._secret = host, place["port"], place["secret"]
+                # no key: another process of this machine has the address; no clock: the other node has just begun
+                if self.store.check([_mark(self._secret)]) and self.recorded("clock") is not None:
+                    self.first("host", host)
+                    return True
+        return False
 
-    def look(self) -> Membership:
-        """Return the present record without the dead nodes. Raise Superseded if it belongs to a newer attempt."""
-        membership = self._read()
-        if membership.attempt > self._node.attempt:
-            raise Superseded(f"a newer attempt of this job, or a newer job, has the run in {self.folder}")
-        return membership
+    @property
+    def interface(self) -> str | None:
+        """The interface over which the nodes reach each other. None if no other node has come yet."""
+        address = (self.recorded("host") or "") if self.serves else self._own
+        return interface_of(address) if address else None
 
-    def _read(self) -> Membership:
+    def _place(self) -> dict[str, Any]:
         try:
-            membership = MEMBERSHIP.validate_json(self._file.read_bytes())
-        except FileNotFoundError:
-            return self._new()
-        for number in [number for number in membership.nodes if self._is_dead(number)]:
-            del membership.nodes[number]
-        signs = {number: self._signs.of(number) for number in membership.nodes}
-        pairs = list(itertools.combinations(sorted(signs), 2))
-        membership.cut = [(a, b) for a, b in pairs if b not in signs[a].reaches or a not in signs[b].reaches]
-        membership.doubtful = [(a, b) for a, b in pairs if b not in signs[a].hears or a not in signs[b].hears]
-        addresses = {number: sign.addresses for number, sign in signs.items()}
-        self._links.meet(addresses, number=self.number, secret=membership.secret)
-        return membership
+            place = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return {"token": ""}
+        return place if isinstance(place, dict) else {"token": ""}
 
-    def change(self, action: Callable[[Membership], Returned]) -> Returned:
-        """Change the record by `action`, and return the action's result. If others change it first, call `action` again."""
-        while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            membership = self.look()
-            try:
-                if (claim := self._claim(membership.version)) is None:
-                    time.sleep(_POLL_S)
-                    continue
-                try:
-                    result = action(membership)
-                    membership.version += 1
-                    if self._next_claim(claim).exists():  # this process was frozen for so long that another agent has continued
-                        continue
-                    write_atomically(self._file, MEMBERSHIP.dump_json(membership, indent=1).decode() + "\n")
-                    self._write_claim(claim, is_done=True)
-                except BaseException:
-                    claim.unlink(missing_ok=True)
-                    raise
-                return result
-            except FileNotFoundError:  # the last node of an earlier attempt has removed the folder
-                time.sleep(_POLL_S)
+    def _where(self) -> str:
+        place = self._place()
+        return f"{place['node']}, {', '.join(place['addresses'])}" if "node" in place else "no node serves it"
 
-    def _claim(self, version: int) -> Path | None:
-        """Claim the next change of the present record. Return None while another node's claim may still lead to a change.
+    # --- values, as JSON
 
-        A claim stays, so that nobody can repeat a finished change. If a node is killed or frozen before its change, the next
-        node claims after it.
-        """
-        path = self.folder / f"change_{version}_0"
-        while True:
-            try:
-                path.touch(exist_ok=False)
-                self._write_claim(path)
-                return path
-            except FileExistsError:
-                if not self._is_abandoned(path):
-                    return None
-            path = self._next_claim(path)
+    def first(self, key: str, value: Any) -> Any:
+        """Record a value, unless a node has recorded another value before. Return the recorded value."""
+        return json.loads(self._ask("compare_set", key, "", json.dumps(value)))
 
-    def _write_claim(self, path: Path, *, is_done: bool = False) -> None:
-        path.write_text(json.dumps(process_identity() | {"is_done": is_done}).ljust(_BLOCK))
+    def recorded(self, key: str) -> Any:
+        """Return a recorded value, or None."""
+        return json.loads(self._ask("get", key)) if self._ask("check", [key]) else None
 
-    def _next_claim(self, claim: Path) -> Path:
-        change, _, number = claim.name.rpartition("_")
-        return claim.with_name(f"{change}_{int(number) + 1}")
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to a number, and return it."""
+        return int(self._ask("add", key, amount))
 
-    def _is_abandoned(self, claim: Path) -> bool:
-        holder, now = dict[str, Any](), time.monotonic()
-        with suppress(OSError, ValueError):
-            holder = json.loads(claim.read_text())
-        silent_s = now - self._claims.setdefault(claim, now)
-        return not holder.get("is_done") and (silent_s > _DEAD_AFTER_S or is_alive(holder) is False)
+    def end(self, code: int, *, error: str | None = None) -> None:
+        """Record how the run has ended, unless it is recorded already."""
+        self.first("end", {"code": code, "error": error})
 
-    def wait_for_next(self, membership: Membership) -> None:
-        """Become a waiting node, even if the others considered this node dead. Call this within `change`."""
-        membership.nodes[self.number] = self._node
-
-    def clear(self, membership: Membership) -> None:
-        """Remove the files of the workers of earlier rounds, and old claims."""
-        ends = {"change": membership.version - _NUM_CLAIMS}
-        for path in self.folder.iterdir():
-            numbered = re.fullmatch(r"(store|failure|change)_(\d+).*", path.name)
-            if numbered is not None and int(numbered[2]) < ends.get(numbered[1], membership.round):
-                path.unlink(missing_ok=True)
-
-    def leave(self) -> None:
-        """Leave. The last node removes the folder. Disk errors do not matter: this node is soon considered dead."""
-        self._left.set()
-
-        def go(membership: Membership) -> None:
-            membership.nodes.pop(self.number, None)
-            self._signs.path(self.number).unlink(missing_ok=True)
-            if not membership.nodes:  # rename it: another node may be joining
-                trash = self.folder.rename(self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}"))
-                shutil.rmtree(trash, ignore_errors=True)
-                raise _Removed
-
-        with suppress(OSError, _Removed, Superseded):
-            self.change(go)
-
-    def _is_dead(self, number: int) -> bool:
-        return number != self.number and self._signs.silent_s(number) > _DEAD_AFTER_S
-
-    def announce(self, round: int, address: tuple[str, int]) -> None:
-        """Publish the address of a round's store to the round's nodes."""
-        write_atomically(self._store_of(round), json.dumps(address))
-
-    def announced(self, round: int) -> tuple[str, int] | None:
-        """Return the address of a round's store, or None if it is not published yet."""
+    def _ask(self, request: str, *arguments: Any) -> Any:
         try:
-            host, port = json.loads(self._store_of(round).read_text())
-        except FileNotFoundError:
-            return None
-        return host, port
+            return getattr(self.store, request)(*arguments)
+        except RuntimeError as error:
+            raise self.lost() from error
 
-    def _store_of(self, round: int) -> Path:
-        return self.folder / f"store_{round}.json"
+    def lost(self) -> StoreLost:
+        what = f"the store of the run's nodes does not answer ({self._where()})"
+        return StoreLost(f"{what}; the same command on every node continues the run")
 
-    def addresses(self, number: int) -> list[tuple[str, int]]:
-        """Return the addresses on which a node listens."""
-        return self._signs.of(number).addresses
+    def backend(self, before_join: Callable[[], None]) -> "SignedBackend":
+        """Return the record of torch's rendezvous in this store."""
+        return SignedBackend(self.store, secret=self._secret, serves=self.serves, before_join=before_join)
+
+    def leave(self, alive: Callable[[], list[int]]) -> None:
+        """Leave. The node that serves waits for the others to leave or to be lost (`alive` are the others' numbers)."""
+        if not self.serves:
+            with suppress(StoreLost):  # this node knows already how the run has ended
+                self.first(f"gone_{self.number}", True)
+            return
+        while any(self.recorded(f"gone_{number}") is None for number in alive() if number != self.number):
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Remove the folder, if this node has served the store. If the run has not ended, the other nodes lose the store."""
+        if not self.serves:
+            return
+        with suppress(OSError):  # a disk error leaves an old folder, which the next node that serves clears
+            trash = self.folder.rename(self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}"))
+            self._lock.release()
+            shutil.rmtree(trash, ignore_errors=True)
 
 
-class _Removed(Exception):
-    """The record does not exist any more, and must not be written again."""
+def _mark(secret: str) -> str:
+    """Return the key by which a node recognises the store, without a disclosure of the secret to another program's server."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class SignedBackend(C10dRendezvousBackend):
+    """Torch's record of the rendezvous. Torch unpickles it, so only a record with the signature of the run's nodes counts.
+
+    `before_join` is called each time that a joining node reads the record, about once per second; it may raise.
+    """
+
+    def __init__(self, store: dist.Store, *, secret: str, serves: bool, before_join: Callable[[], None]) -> None:
+        super().__init__(store, "run")
+        self._secret, self._serves, self._before_join = secret.encode(), serves, before_join
+        self.joins = False
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        if self.joins:
+            self._before_join()
+        found = super().get_state()
+        return None if found is None else (self._opened(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        if self._serves:
+            self._store.set("clock", json.dumps(time.time()))
+        found = super().set_state(self._signature(state) + state, token)
+        return None if found is None else (self._opened(found[0]), *found[1:])
+
+    def _signature(self, state: bytes) -> bytes:
+        return hmac.digest(self._secret, state, hashlib.sha256)
+
+    def _opened(self, signed: bytes) -> bytes:
+        if not hmac.compare_digest(signed[:32], self._signature(signed[32:])):
+            raise RuntimeError("the record of the run's nodes was changed by another program")
+        return signed[32:]

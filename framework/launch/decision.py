@@ -1,0 +1,79 @@
+"""What rank 0 decides for all processes of a launcher: the frozen configuration with which they start, or an exit code."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.config.frozen_file import FrozenConfig
+from framework.runtime.environment import Environment
+from framework.runtime.exits import Interrupted
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+PATIENCE = timedelta(minutes=10)  # without a sign of rank 0
+_SIGN_S = 60.0
+_TO_READ = timedelta(seconds=10)
+
+
+def store_of(environment: Environment, *, part: str = "start") -> "dist.Store":
+    """Return the store through which the processes agree. Collective."""
+    from framework.distributed.groups import launcher_store  # imports torch: a wrong command line does not need it
+
+    return launcher_store(environment, timeout=PATIENCE, part=part)
+
+
+@contextmanager
+def rank_0_works(environment: Environment) -> Iterator[None]:
+    """Let the other ranks wait while rank 0 works inside: it may read or fetch terabytes before the start."""
+    is_done = threading.Event()
+
+    def give_signs() -> None:
+        while not is_done.wait(_SIGN_S):
+            store_of(environment).add("signs", 1)
+
+    thread = threading.Thread(target=give_signs, name="signs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def publish(decision: FrozenConfig | int, *, environment: Environment) -> None:
+    """Send rank 0's decision to the other ranks. After an exit code, rank 0 ends, so first wait until they have read it."""
+    if environment.world_size == 1:
+        return
+    from framework.distributed.groups import poll
+
+    store = store_of(environment)
+    store.set("decision", _as_text(decision))
+    if not isinstance(decision, FrozenConfig):
+        with suppress(Interrupted):
+            poll(lambda: store.add("readers", 0) >= environment.world_size - 1, timeout=_TO_READ)
+
+
+def received(*, environment: Environment) -> FrozenConfig | int:
+    """Return rank 0's decision, on another rank. Raise Interrupted after a signal, or if rank 0 gives no sign."""
+    from framework.distributed.groups import awaited
+
+    store = store_of(environment)
+    text = awaited(store, "decision", timeout=PATIENCE, sign="signs").decode()
+    store.add("readers", 1)
+    return _from_text(text)
+
+
+def _as_text(decision: FrozenConfig | int) -> str:
+    """Return a decision as text: `DIGEST TOKEN PATH`, or an exit code."""
+    if isinstance(decision, FrozenConfig):
+        return f"{decision.digest} {decision.token} {decision.path.absolute()}"
+    return str(int(decision))
+
+
+def _from_text(text: str) -> FrozenConfig | int:
+    first, *rest = text.split(" ", 2)
+    return FrozenConfig(Path(rest[1]), digest=first, token=rest[0]) if rest else int(first)
