@@ -41,7 +41,7 @@ def is_hydras(key: str) -> bool:
     return key.split("/")[0].split(".")[0] == "hydra"
 
 
-def refusal(key: str, *, value: object = None) -> Problem:
+def hydra_problem(key: str, *, value: object = None) -> Problem:
     """Return why a run cannot follow a key or group of Hydra, and what to use instead. `value`: that of a file."""
     _, what, expected = next(entry for entry in _INSTEAD if key.startswith(entry[0]))
     return Problem(key, what if value is None else f"{shown(value)} in a file of your conf/ {what}", expected)
@@ -53,9 +53,11 @@ def setting_problems(hydra: DictConfig) -> list[Problem]:
     theirs = flat(_plain(OmegaConf.structured(conf.HydraConf))) | flat(parse_yaml(_PLACES.read_text()))
     found = {key: value for key, value in flat(_plain(hydra)).items() if value not in (ours.get(key), theirs.get(key), {}, [])}
     logging = {f"hydra/{group}": hydra.runtime.choices.get(f"hydra/{group}") for group in ("job_logging", "hydra_logging")}
-    unused = [refusal(group, value=name) for group, name in logging.items() if name not in ("none", "default", "disabled")]
+    unused = [
+        hydra_problem(group, value=name) for group, name in logging.items() if name not in ("none", "default", "disabled")
+    ]
     return unused + [
-        refusal(f"hydra.{key}", value=value)
+        hydra_problem(f"hydra.{key}", value=value)
         for key, value in found.items()
         if not any(key == name or key.startswith(f"{name}.") for name in _FOLLOWED)
     ]

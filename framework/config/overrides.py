@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
 from framework.config.folders import CONF, config_name, defaults_in, folders, groups, is_group, options, own_groups
-from framework.config.hydra_settings import TO_HYDRA, is_hydras, refusal
+from framework.config.hydra_settings import TO_HYDRA, hydra_problem, is_hydras
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
 from framework.config.targets import locate
@@ -112,7 +112,7 @@ def _refusal(override: Override, text: str) -> Problem | None:
     key = override.key_or_group
     if is_hydras(key):
         is_read = key.startswith((*TO_HYDRA, "hydra.verbose", "hydra.mode"))  # by Hydra, and by main()
-        return None if is_read or (key == "hydra.job.chdir" and override.value() is False) else refusal(key)
+        return None if is_read or (key == "hydra.job.chdir" and override.value() is False) else hydra_problem(key)
     if override.type == OverrideType.DEL:
         return _deletion_refusal(key, text)
     if override.is_sweep_override():
