@@ -60,9 +60,9 @@ def _faults_of_call(node: ast.Call) -> list[str]:
     return [] if called in ours else [called]
 
 
-@pytest.mark.parametrize("path", [*FRAMEWORK, *MODELS, ROOT / "train.py"], ids=name)
-def test_no_module_unpickles_or_evaluates(path: Path) -> None:
-    assert faults(path.read_text()) == {CONVERT: ["torch.load"], REHEARSAL: ["pickle"]}.get(name(path), [])
+def test_no_module_unpickles_or_evaluates() -> None:
+    found = {name(path): faults(path.read_text()) for path in [*FRAMEWORK, *MODELS, ROOT / "train.py"]}
+    assert {path: faults for path, faults in found.items() if faults} == {CONVERT: ["torch.load"], REHEARSAL: ["pickle"]}
 
 
 def test_the_one_that_unpickles_reads_weights_only() -> None:

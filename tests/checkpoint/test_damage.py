@@ -75,24 +75,26 @@ def swap_with_the_older(path: Path, random: random.Random) -> str:
 DAMAGES: list[Callable[[Path, random.Random], str]] = [flip_a_bit, flip_a_bit, truncate, delete, swap_with_the_older]
 
 
-def damage(ended: Ended, seed: int) -> tuple[Path, str]:
-    """Damage the newest checkpoint somewhere; return its path, and what was done."""
+def damage(directory: Path, seed: int) -> tuple[Path, str]:
+    """Damage the newest checkpoint of a run somewhere; return its path, and what was done."""
     rng = random.Random(seed)
-    newest = ended.directory / "checkpoints" / "step_00000012"
+    newest = directory / "checkpoints" / "step_00000012"
     return newest, rng.choice(DAMAGES)(rng.choice(sorted(newest.iterdir())), rng)
 
 
-@pytest.mark.parametrize("seed", range(NUM_DAMAGES))
 def test_damage_is_noticed_and_the_older_checkpoint_taken(
-    seed: int, unfinished: Ended, caplog: pytest.LogCaptureFixture
+    ended: Ended, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    newest, done = damage(unfinished, seed)
-    world = World.start(Environment(), backend="gloo", timeout_s=5.0, scratch=None)
-    store = CheckpointStore(newest.parent, world=world, keep_last=2, keep_best=0, mode="min")
-    with caplog.at_level("WARNING", logger=LOGGER.name), our_log_seen():
-        found = store.newest_valid()
-    assert found is not None and found[0].name == "step_00000008" and found[1]["progress"]["step"] == 8, done
-    assert f"skipped checkpoint: {newest}" in caplog.text, done
+    world, unnoticed = World.start(Environment(), backend="gloo", timeout_s=5.0, scratch=None), []
+    for seed in range(NUM_DAMAGES):
+        shutil.copytree(ended.directory / "checkpoints", tmp_path / str(seed) / "checkpoints")
+        newest, done = damage(tmp_path / str(seed), seed)
+        store = CheckpointStore(newest.parent, world=world, keep_last=2, keep_best=0, mode="min")
+        with caplog.at_level("WARNING", logger=LOGGER.name), our_log_seen():
+            found = store.newest_valid()
+        is_older = found is not None and found[0].name == "step_00000008" and found[1]["progress"]["step"] == 8
+        unnoticed += [] if is_older and f"skipped checkpoint: {newest}" in caplog.text else [f"{seed}: {done}"]
+    assert unnoticed == []
 
 
 def test_damaged_checkpoints_of_later_steps_displace_no_valid_one(tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def our_log_seen() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", slow_but(range(NUM_QUICK), range(NUM_RUNS)))
 def test_a_run_recovers_from_damage_to_the_same_bits(seed: int, unfinished: Ended, ended: Ended) -> None:
-    newest, done = damage(unfinished, seed)
+    newest, done = damage(unfinished.directory, seed)
     again = finished(*RUN, *RANKS, root=unfinished.root)
     assert f"skipped checkpoint: {newest}" in again.output, done
     assert "continuing from" in again.output and "step_00000008" in again.output, done
