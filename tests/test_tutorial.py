@@ -57,7 +57,7 @@ KEY = r"[a-z_]+(?:\.[a-z_]+)*"
 def settings() -> list[tuple[str, str, set[str]]]:
     """Return each setting of another trainer in the tables, with a value, and our keys in the right column."""
     found = []
-    for left, right in re.findall(r"^\| (.*) \| (.*) \|$", PAGES[MIGRATION], re.MULTILINE):
+    for left, right in re.findall(r"^\| (.*) \| (.*) \|$", PAGES[MIGRATION].partition("\n## Compared")[0], re.MULTILINE):
         ours = {key for code in re.findall(r"`([^`]*)`", right) for key in re.findall(rf"{KEY}(?==)|^{KEY}$", code)}
         for code in re.findall(r"`([^`]*)`", left):
             found += [(name, value or "x", ours) for name, value in re.findall(rf"(?<![\w./])({KEY})=\"?([\w-]*)", code)]

@@ -130,7 +130,7 @@ class _Stage(Builder):
         A ValueError already says what is wrong with the part's arguments.
         """
         key, removed = f"part.{name}", [parameter for parameter in self.watch.computed if parameter.grad is None]
-        with blamed(key, "it fails in a rehearsal", "see docs/parts.md"):
+        with blamed(key, "it fails in a rehearsal", "see docs/training.md"):
             try:
                 yield
             except ValueError as error:
@@ -230,7 +230,7 @@ class Player:
     def save(self) -> Path:
         """Save a checkpoint, as the run does; return its path. Refused if a checkpoint cannot hold all of it. Collective."""
         trainer = self.trainer
-        with blamed("part", "its state cannot be saved", "see docs/parts.md"):
+        with blamed("part", "its state cannot be saved", "see docs/training.md"):
             try:
                 plain_state_of(trainer.held, initial=self.update.initial)
             except NotSerializable as error:

@@ -145,7 +145,7 @@ def _note_buffers(module: nn.Module, seen: Seen) -> None:
 def _require_storable(player: Player) -> None:
     """Refuse what differs between processes, or is only a part of a sum, where a checkpoint has one value. Collective."""
     states = {name: sketch(tensor) for name, tensor in player.parts.tensors().items()}
-    with blamed("part", "its state cannot be saved", "see docs/parts.md"):
+    with blamed("part", "its state cannot be saved", "see docs/training.md"):
         require_same_parts(player.trainer.world.agreement.gather(states))
     for name, tensor in state_tensors(player.trainer.held).items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
