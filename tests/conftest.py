@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,8 +51,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="of the tests that were chosen, run one part of several: 1/6, then 2/6, ...")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of `--part`: by their names, so that each test always is in the same part. Files that take long go first."""
+    """Mark the cases of a test after its first N as slow, if it is marked `quick(N)`. Then keep the tests of `--part`.
+
+    The parts are made by the tests' names, so that each test always is in the same part. Files that take long go first.
+    """
+    seen = Counter[str]()
+    for item in items:
+        if (quick := item.get_closest_marker("quick")) is not None and item.get_closest_marker("slow") is None:
+            name = item.nodeid.partition("[")[0]
+            seen[name] += 1
+            if seen[name] > quick.args[0]:
+                item.add_marker("slow")
     items.sort(key=lambda item: item.path.stem not in LONG)
     part, parts = map(int, config.getoption("--part").split("/"))
     in_part = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]

@@ -271,6 +271,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_used_is_refused_before_the_start(what: str, tmp_path: Path) -> None:
     words, expected = REFUSED[what]

@@ -30,6 +30,7 @@ MASKED = [*RUN, *MODELS["gpt, tied"], "dataset._target_=tests.trainings.Masked"]
 QUICK = [one for one in STRATEGIES if one[0] in ("fsdp", "context")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "ranks", "mesh"), slow_but(QUICK, STRATEGIES, unpack=True), ids=IDS)
 def test_a_mean_over_tokens_is_that_of_one_process(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
     processes = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]
@@ -83,6 +84,7 @@ def own_step(task: str) -> list[str]:
     ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("task", "strategy", "ranks", "mesh"), slow_but(QUICK, CELLS, unpack=True))
 def test_a_step_computes_what_it_does_on_one_process_or_is_refused(
     task: str, strategy: str, ranks: int, mesh: list[str], tmp_path: Path
@@ -116,6 +118,7 @@ def test_a_step_differentiates_the_model_itself_where_its_weights_stay(strategy:
     assert_close(finished(*line, root=tmp_path / "runs"), once(*own_step("GradientPenalty")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "zero"]))
 def test_a_step_calls_methods_of_the_model(strategy: str, tmp_path: Path) -> None:
     line = [*own_step("InPieces"), f"parallel={strategy}", "launch.nproc_per_node=2"]
@@ -125,6 +128,7 @@ def test_a_step_calls_methods_of_the_model(strategy: str, tmp_path: Path) -> Non
 KILLED = [("SelfDistillation", "ddp"), ("Contrastive", "fsdp"), ("Consistency", "fsdp")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "strategy"), slow_but(KILLED[:1], KILLED, unpack=True))
 def test_killed_a_step_of_ones_own_ends_with_the_same_bits(task: str, strategy: str, tmp_path: Path) -> None:
     line = [*own_step(task), "checkpoint.every=2", f"parallel={strategy}", "launch.nproc_per_node=2"]
@@ -161,6 +165,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("task", "words", "expected"), FAULTS.values(), ids=FAULTS)
 def test_a_step_that_breaks_the_promise_is_refused_before_the_start(
     task: str, words: list[str], expected: str, tmp_path: Path

@@ -44,6 +44,7 @@ def one(line: str) -> Ended:
     return once(*LINES[line])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", slow_but([9], [2, 3, 5, 7, 9]))  # of nine, two have nothing to do
 @pytest.mark.parametrize("line", slow_but([[*LINES][0], [*LINES][-1]], LINES))
 def test_any_number_of_processes_gives_the_same_bits(line: str, ranks: int, tmp_path: Path) -> None:
@@ -52,12 +53,14 @@ def test_any_number_of_processes_gives_the_same_bits(line: str, ranks: int, tmp_
     assert exact_rows(run) == exact_rows(one(line))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_so_does_a_sharded_optimizer(ranks: int, tmp_path: Path) -> None:
     run = finished(*LINES["cnn"], "parallel=zero", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
     assert digest(run) == digest(one("cnn"))
 
 
+@pytest.mark.slow
 def test_a_run_may_change_its_number_of_processes(tmp_path: Path) -> None:
     for ranks, stop in [(3, 2), (1, 4), (2, 5), (7, None)]:  # several agree a step later
         before = after_step(stop, preempt) if stop else None
@@ -73,6 +76,7 @@ def test_without_it_the_bits_depend_on_the_number_of_processes(tmp_path: Path) -
     assert digest(finished(*line, root=tmp_path / "runs")) != digest(one("cnn"))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -32,6 +32,7 @@ def test_it_prints_the_layers_and_what_was_tried_and_writes_nothing(tmp_path: Pa
     assert config.run.id in ended.output and f"{parameters:,}" in ended.output
 
 
+@pytest.mark.slow
 def test_what_breaks_the_promise_is_found_whatever_rehearse_says(tmp_path: Path) -> None:
     line = [
         *(word for word in LINE if not word.startswith("model")),
@@ -52,6 +53,7 @@ def test_a_rehearsal_that_was_not_finished_is_said(tmp_path: Path) -> None:
     assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", slow_but(["lstm"], ["hf llama", "timm convnext", "lstm"]))
 def test_models_of_others_have_a_table_too(model: str, tmp_path: Path) -> None:
     ended = command(*zoo_line(model), "mode=check", root=tmp_path / "runs")

@@ -99,6 +99,7 @@ STREAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("line", slow_but(["train mode=plan | true", "train --help > /dev/full", "train hepl >&-"], STREAMS))
 def test_what_cannot_be_printed_is_no_traceback(line: str, tmp_path: Path) -> None:
     done = shell(line, directory=tmp_path)
@@ -242,6 +243,7 @@ def _typed(leader: int, keys: str, *, until: str) -> None:
 HYDRA = [sys.executable, "-c", "import hydra"]
 
 
+@pytest.mark.slow
 def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
     line = "python train.py model=vit model."
     env = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
@@ -318,6 +320,7 @@ def test_hashes_of_text_are_the_same_in_every_start(tmp_path: Path) -> None:
     assert len(losses) == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("variables", "words"), [
     ("PYTHONOPTIMIZE=2", "python -O: assert unset PYTHONOPTIMIZE"),
     ("RANK=1 WORLD_SIZE=2", "RANK: MASTER_ADDR unset RANK WORLD_SIZE"),

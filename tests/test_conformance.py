@@ -150,6 +150,7 @@ REFUSED |= {
 
 
 # quick: once for each strategy
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "model"), slow_but({key[0]: key for key in REFUSED}.values(), REFUSED, unpack=True)
 )
@@ -163,6 +164,7 @@ def test_what_a_strategy_cannot_do_is_refused_before_the_start(strategy: str, ra
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["context"], ["tensor", *CONTEXTS, "fsdp+tp"]))
 def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tmp_path: Path) -> None:
     mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, 2))
@@ -183,6 +185,7 @@ def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tm
 DROPOUT = [("ddp", 3), ("fsdp", 2), ("pipeline", 2), ("pipeline", 4), ("ddp+pp", 4)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "ranks"), slow_but([("ddp", 3), ("pipeline", 2)], DROPOUT, unpack=True))
 def test_dropout_draws_the_same_wherever_its_layer_lies(strategy: str, ranks: int, tmp_path: Path) -> None:
     """In embeddings, in residual branches, and inside of attention, where it is a function and no layer."""
@@ -226,6 +229,7 @@ def crossed() -> Iterator[Any]:
             yield pytest.param(strategy, ranks, mesh, model, optimizer, id=case, marks=marks)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("strategy", "ranks", "mesh", "model", "optimizer"), [*crossed()])
 def test_ranks_compute_what_one_process_does(
     strategy: str, ranks: int, mesh: list[str], model: str, optimizer: str, tmp_path: Path
@@ -240,6 +244,7 @@ WHOLE = [*SMALL, "dataset.num_classes=12", "precision=fp64", "model=cnn", "model
          "trainer.max_steps=20", "trainer.log_every=1", "optimizer=sgd", "optimizer.lr=0.01"]  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     [

@@ -65,6 +65,7 @@ CASES = [("alone", moment) for moment in MOMENTS if moment != "accumulation"]
 CASES += [("two ranks", "training"), ("two ranks", "saving"), ("sweep", "training"), ("two jobs", "training")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("way", "moment"), slow_but([CASES[0], *CASES[-4:-2]], CASES, unpack=True))
 def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"

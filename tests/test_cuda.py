@@ -243,6 +243,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", slow_but([QUICK], STEPS), ids=lambda line: " ".join(line[-2:]))
 def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
     counted = call(steps, line=line)
@@ -264,6 +265,7 @@ def test_activations_are_held_by_the_cpu() -> None:
     assert plain["gradient"] == held["gradient"] == inputs["gradient"] and held["waits"] == inputs["waits"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [["model._target_=tests.faulty.Statistics", "parallel=ddp"],
                                   pytest.param(["model=mlp", "parallel=tensor"], marks=pytest.mark.slow)])  # fmt: skip
 def test_what_rank_0_has_moved_and_which_gradients_exist_no_host_asks_a_device(line: list[str]) -> None:

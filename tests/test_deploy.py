@@ -62,6 +62,7 @@ def test_what_an_image_leaves_out_is_nothing_that_it_needs() -> None:
     } & set(left_out)
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_a_run_in_a_container(tmp_path: Path) -> None:
     """Process 1 of a container is tini; `docker stop` and a pod's deletion send it TERM."""
     running = in_container(ENTRYPOINT, tmp_path, "run.root=runs", "trainer.max_steps=100000")

@@ -111,6 +111,7 @@ def left_out(strategy: str) -> Ended:
     return once(*LINE, *STRATEGIES[strategy], before=without_step_11)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"])
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2", "fsdp 2"]))
 def test_a_skipped_step_leaves_no_trace(strategy: str, fault: Callable[[], None], tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def measured(run: Ended, *, step: int, split: str) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "unknown",
     [
@@ -77,6 +78,7 @@ def test_a_run_of_a_version_with_fewer_keys_is_evaluated_and_loaded(unknown: lis
 QUICK = {("single", 1), ("ddp", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), ("parameter-server", 2), ("pp+fsdp+tp", 4)}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     [
@@ -108,6 +110,7 @@ def test_every_checkpoint_and_split_can_be_named(tmp_path: Path) -> None:
     assert row["samples"] == 40
 
 
+@pytest.mark.slow
 def test_a_run_in_fp32_measured_in_fp64_is_the_same_for_every_world_size(tmp_path: Path) -> None:
     line = ["dataset=synthetic", "dataset.num_train=32", "dataset.num_val=7", "dataset.num_test=15", "dataset.image_size=8",
             "model=cnn", "model.channels=[4,8]", "model.norm=batch", "global_batch_size=8", "trainer.max_epochs=2"]  # fmt: skip
@@ -215,6 +218,7 @@ def leave(run: Path) -> None:
     pass
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("spoil", "line", "code", "said"),
     [

@@ -116,6 +116,7 @@ def test_a_table_in_another_process_is_trained_as_in_the_same(ranks: int, tmp_pa
     assert_close(remote, one, tolerance=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_killed_with_a_table_in_another_process_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole_run = ran(REMOTE, folder=tmp_path / "whole" / REMOTE)
     killed = ran(REMOTE, folder=tmp_path / "cut" / REMOTE, before=after_step(3, crash))

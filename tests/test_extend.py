@@ -58,6 +58,7 @@ def test_two_files_of_each_kind() -> None:
 QUICK = [command for command in commands(PAGE) if not re.search("gpt2|simclr", command.line)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("command", slow_but(QUICK, commands(PAGE)), ids=lambda command: command.line)
 def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) -> None:

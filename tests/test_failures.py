@@ -31,6 +31,7 @@ def plant_error(rank: int) -> None:
     Engine.train = train  # type: ignore[method-assign]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp 2", 1), ("ddp 3", 2), ("fsdp 2", 0)])
 def test_an_error_in_a_worker_is_told_in_three_lines(strategy: str, rank: int, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy], "launch.max_restarts=0"]
@@ -85,6 +86,7 @@ def plant_nan(rank: int, step: int) -> None:
     Engine.train = train  # type: ignore[method-assign]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("log_every", slow_but([50], [1, 50]))
 @pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp 2", 1), ("fsdp 2", 1)])
 def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint_of_it(
@@ -134,6 +136,7 @@ def limit_files_to_16_kib() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], ["single", "ddp 2", "fsdp 2"]))
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_last_one_intact(strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy], "model.channels=[16,32]", "trainer.log_every=5", "checkpoint.max_failures=0"]
@@ -158,6 +161,7 @@ def let_no_flush_succeed() -> None:
     os.fsync = fsync
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "disk_fails"),
     slow_but(

@@ -49,6 +49,7 @@ def test_it_is_what_mode_predict_writes_of_the_first_samples_and_their_targets(t
 QUICK = {("ddp", 2), ("pipeline", 2)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     [
@@ -124,6 +125,7 @@ def test_it_starts_on_several_processes_after_a_rehearsal(tmp_path: Path) -> Non
     assert len(table(finished(*line, root=tmp_path / "runs"))[0]) == 3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -171,6 +171,7 @@ TRAINING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "rank", "act", "manner"), TRAINING)
 def test_a_rank_that_hangs_in_training_is_named_and_the_same_command_continues(
     strategy: str, rank: int, act: Act, manner: str, whole: Callable[[str], Ended], tmp_path: Path

@@ -96,6 +96,7 @@ def inputs_of(kind: str) -> Tensor:
     return torch.randn(3, 3, 16, 16) if kind == "vit" else torch.randint(0, 32, (3, 12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["gpt2"], ["gpt2", "vit", "wrapped"]))
 def test_from_pretrained_loads_what_was_exported(kind: str, tmp_path: Path) -> None:
     import transformers
@@ -186,6 +187,7 @@ def test_the_names_of_a_base_without_a_prefix_are_refused_with_the_prefix(tmp_pa
 # --- what is refused
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "line"),
     [

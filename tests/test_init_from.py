@@ -47,6 +47,7 @@ def own_conf(folder: Path) -> Callable[[], None]:
 # --- what is taken
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("named", ["folder", "index", "run"])
 def test_a_folder_or_an_index_is_its_files(named: str, tmp_path: Path) -> None:
     folder = sharded(first().weights, tmp_path / "hub")
@@ -124,6 +125,7 @@ def says(value: Any, tmp_path: Path) -> str:
 FILE = {"file": "FILE"}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("value", "line"),
     [
@@ -173,6 +175,7 @@ def damage_of(kind: str, folder: Path) -> None:
             path.rename(folder / "pytorch_model.bin" if kind == "pickle" else folder / f"{path.name}.old")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "line"),
     [

@@ -141,6 +141,7 @@ def test_tensorboard_holds_each_step_once_after_interruptions(
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("act", [preempt, crash])
 def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_checkpoint(
     act: Callable[[], None], tmp_path: Path
@@ -246,6 +247,7 @@ def mlflow_scalars(client: Any, run_id: str) -> Scalars:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # it makes a database
 def test_mlflow_is_one_run_equal_to_metrics_jsonl_after_a_kill(tmp_path: Path) -> None:
     from mlflow import MlflowClient
@@ -466,6 +468,7 @@ def test_the_jobs_of_a_sweep_share_a_group(tmp_path: Path) -> None:
     assert wandb_run(wandb_files(alone.directory)[0]).run_group == ""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "key", "folders"), [("auto", None, "offline-run-*"), ("disabled", "k" * 40, None), ("offline", "k" * 40, "offline-run-*")]
 )  # fmt: skip
@@ -536,6 +539,7 @@ def with_key_for(server: WandbServer) -> Callable[[], None]:
     return plant
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", ["disabled", "offline"])
 def test_wandbs_own_switch_is_heard(mode: str, tmp_path: Path) -> None:
     with wandb_server() as server:
@@ -603,6 +607,7 @@ def test_no_sink_leaves_a_file_without_its_option() -> None:
 # --- a sink that fails
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["open", "log", "close"])
 @pytest.mark.parametrize("strategy", slow_but([DDP], [[], DDP]), ids=["single", "ddp 2"])
 def test_a_sink_that_raises_is_a_warning_and_the_run_finishes(method: str, strategy: list[str], tmp_path: Path) -> None:
@@ -618,6 +623,7 @@ def test_a_sink_that_raises_is_a_warning_and_the_run_finishes(method: str, strat
     assert run.summary["status"] == "finished" and len(run.rows) == 16 + 4 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["log"], ["__init__", "open", "log", "close"]))
 def test_a_sink_that_hangs_is_a_warning_and_the_run_finishes(method: str, tmp_path: Path) -> None:
     def plant() -> None:
@@ -679,6 +685,7 @@ def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     when(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), lambda: None)()
 
 
+@pytest.mark.slow
 def test_a_sink_hears_nothing_of_the_signals_that_stop_a_run(tmp_path: Path) -> None:
     """Sent to all processes of the run, as a terminal and schedulers do, they reach the run alone."""
 

@@ -63,6 +63,7 @@ def planted_losses(losses: list[float]) -> Callable[[], None]:
 # --- when it ends
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("max_steps", "max_epochs", "last"), [("7", "4", 7), ("100", "2", 6), ("5", "null", 5), ("null", "1", 3)]
 )
@@ -200,6 +201,7 @@ WAYS = {"single": [], "ddp 2": ["parallel=ddp", "launch.nproc_per_node=2"], "ddp
         "fsdp 2": ["parallel=fsdp", "launch.nproc_per_node=2"]}  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", slow_but(["ddp 3", "fsdp 2"], WAYS))
 def test_evaluation_counts_every_sample_once(way: str, tmp_path: Path) -> None:
     run = finished(*BASE, *WAYS[way], "precision=fp64", root=tmp_path / "runs")
@@ -240,6 +242,7 @@ def test_the_exported_weights_load_strictly_and_give_the_rows_numbers() -> None:
     assert last["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-12)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("strategy", [[], ["parallel=fsdp", "launch.nproc_per_node=2"]], ids=["single", "fsdp 2"])
 def test_the_averaged_weights_are_what_is_evaluated_and_exported(strategy: list[str], tmp_path: Path) -> None:
     run = finished(*BASE, *strategy, "trainer.ema_decay=0.8", root=tmp_path / "runs")
@@ -265,6 +268,7 @@ GPT = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("line", [COUPLED, GPT], ids=["BatchNorm and dropout", "gpt"])
 def test_recomputed_activations_give_the_same_bits(line: list[str], tmp_path: Path) -> None:
     plain = finished(*line, root=tmp_path / "plain")
@@ -323,6 +327,7 @@ def test_without_a_compiler_a_warning_says_so_and_the_run_goes_on(tmp_path: Path
     assert_same_bits(run, base())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
 def test_a_precision_learns_what_fp32_does(precision: str, tmp_path: Path) -> None:
     run = finished(*BASE, f"precision={precision}", root=tmp_path / "runs")
@@ -470,6 +475,7 @@ def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) 
     assert (run.directory / "curves.png").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("torn", ['{"step": 5, "split": "tr', "\0\0\0\0"])
 def test_a_torn_last_line_of_metrics_is_left_out(torn: str, tmp_path: Path) -> None:
     stopped = command(*BASE, root=tmp_path / "runs", before=after_step(6, preempt))
@@ -489,6 +495,7 @@ def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(tmp_path: Path) ->
     assert kept(begun) == [8, 9]  # the other run is as it was
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

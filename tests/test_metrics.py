@@ -138,6 +138,7 @@ LINES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 def test_the_rows_are_those_of_one_process_whatever_their_number(line: list[str], tmp_path: Path) -> None:
     alone = finished(*line, root=tmp_path / "alone")
@@ -250,6 +251,7 @@ def slow(part: str, *, seconds: float) -> Callable[[], None]:
     return plant
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_slow_shows_in_its_part_of_the_step(part: str, tmp_path: Path) -> None:
     line = [*TINY, "trainer.max_steps=4", "trainer.eval_every=null", "checkpoint.every=1"]

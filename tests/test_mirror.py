@@ -284,6 +284,7 @@ def test_an_older_directory_is_brought_up_to_date_and_a_newer_one_is_not(store: 
     assert steps(store) == [21, 20]
 
 
+@pytest.mark.slow
 def test_must_is_asked_of_the_mirror_too(store: str, tmp_path: Path) -> None:
     line = [*RUN, f"run.mirror={store}", "run.resume=must"]
     refused = command(*line, root=tmp_path / "runs")

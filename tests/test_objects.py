@@ -41,6 +41,7 @@ def test_objects_are_listed_read_written_and_removed(url: str, tmp_path: Path) -
         objects.get("nothing", tmp_path / "none")
 
 
+@pytest.mark.quick(1)
 def test_of_several_that_create_an_object_one_succeeds(url: str) -> None:
     objects = Objects(url)
     with ThreadPoolExecutor(8) as pool:

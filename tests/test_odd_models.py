@@ -57,6 +57,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(model, case, id=f"{model}-{name(*case)}", marks=[] if is_quick else [pytest.mark.slow])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("model", "case"), [*cases()])
 def test_it_computes_what_one_process_does_or_is_refused(model: str, case: tuple[str, int, list[str]], tmp_path: Path) -> None:
     strategy, ranks, mesh = case

@@ -55,6 +55,7 @@ def test_every_optimizer_is_tested_here() -> None:
     assert sorted(OPTIMIZERS) == sorted(options("optimizer"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "ranks"),
     slow_but([("muon", "fsdp", 3), ("sgd", "ddp", 3)],
@@ -66,6 +67,7 @@ def test_an_optimizer_takes_the_same_steps_on_shards(optimizer: str, strategy: s
     assert_close(finished(*line, root=tmp_path / "runs"), alone(optimizer))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", ["muon", "sgd"])
 def test_an_optimizer_continues_from_shards_on_one_process(optimizer: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer]]
@@ -74,6 +76,7 @@ def test_an_optimizer_continues_from_shards_on_one_process(optimizer: str, tmp_p
     assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), alone(optimizer))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_learns(optimizer: str) -> None:
     losses = [row["loss"] for row in alone(optimizer).rows if row["split"] == "train"]
@@ -461,6 +464,7 @@ def test_a_matrix_may_be_orthogonalised_in_sixteen_bits() -> None:
         torch.testing.assert_close(one, other, atol=5e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_what_a_strategy_builds_deals_the_work_out(tmp_path: Path) -> None:
     def note_shares() -> None:
         plain = Muon._orthogonalise

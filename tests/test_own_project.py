@@ -202,6 +202,7 @@ def small(width: int) -> int:
     return (64 + 1) * width + (width + 1) * 10
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("node", "size"),
     [
@@ -241,6 +242,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
     assert complete_model(asked, info)[0] == asked | {"num_channels": 1}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -302,6 +304,7 @@ def test_it_is_refused_before_the_start(words: list[str], expected: list[str], f
         assert part in output
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "text",
     [
@@ -558,6 +561,7 @@ def test_a_file_of_theirs_may_not_be_called_as_one_of_ours(folder: Path) -> None
     trains("model=mynet", folder=folder)
 
 
+@pytest.mark.slow
 def test_the_preflight_and_the_workers_find_it_too(folder: Path) -> None:
     ended = typed("model=mynet", "parallel=fsdp", "launch.nproc_per_node=2", "trainer.max_steps=2", directory=folder)
     assert ended.code == 0 and ended.summary["world_size"] == 2, ended.output

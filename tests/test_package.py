@@ -86,6 +86,7 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
     assert any(re.match(r"torch\b.*2\.11.*2\.14|torch\b.*2\.14.*2\.11", one) for one in told.get_all("Requires-Dist") or ())
 
 
+@pytest.mark.slow
 def test_the_extras_are_found_in_an_installation(environment: Path, tmp_path: Path) -> None:
     line = [
         "parallel=local-sgd",
@@ -142,6 +143,7 @@ def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_p
         assert "finished: model.safetensors" in run(["steadfast", f"model={model}", *QUICK], tmp_path, venv=environment)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("line", "module", "extra"),
     [

@@ -53,6 +53,7 @@ def test_it_computes_what_one_process_does(
     assert_close(finished(*GPT, *parts, *processes, root=tmp_path / "runs"), once(*GPT, *parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp"], ["ddp", "fsdp", "pipeline"]))
 @pytest.mark.parametrize("parts", slow_but([OURS], [OURS, own("Lookahead", "Loss", "Prune", "Grows")]), ids=["ours", "own"])
 def test_killed_it_ends_with_the_same_bits(parts: list[str], strategy: str, tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def test_batches_grow_and_the_epochs_have_every_sample_once() -> None:
     assert sizes[:6] == [2, 2, 2, 2, 2, 4] and max(sizes) == 8
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_part_ends_a_run_at_the_same_step_on_any_number_of_processes(ranks: int, tmp_path: Path) -> None:
     line = [
@@ -207,6 +209,7 @@ def test_what_breaks_the_promise_is_refused_before_the_start(part: str, tmp_path
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("config.yaml"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -261,6 +264,7 @@ def test_a_part_that_acts_only_now_and_then_is_named_before_the_start(part: str,
     assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "rehearse"), slow_but([("fsdp", "false"), ("ddp", "false")], [("fsdp", "false"), ("fsdp", "true"), ("tensor", "false"), ("ddp", "false")], unpack=True))  # fmt: skip
 def test_new_data_of_a_weight_is_taken_or_refused_by_name(strategy: str, rehearse: str, tmp_path: Path) -> None:
     line = [*GPT, *own("Shrinks")]

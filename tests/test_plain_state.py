@@ -51,6 +51,7 @@ def test_killed_it_ends_with_the_same_bits(optimizer: str, strategy: str, tmp_pa
 CHANGES = [("single", "fsdp 2"), ("fsdp 2", "pipeline 2"), ("pipeline 2", "ddp 2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_but(["schedule-free"], ["numbers everywhere", "schedule-free"]))
 @pytest.mark.parametrize(("first", "second"), slow_but(CHANGES[1:2], CHANGES, unpack=True))
 def test_it_goes_on_under_another_strategy(optimizer: str, first: str, second: str, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def assert_equal(actual: Tensor, wanted: Tensor) -> None:
 QUICK = {("single", 1), ("ddp", 3), ("pipeline", 2)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     [
@@ -104,6 +105,7 @@ def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[st
     assert_equal(tensors["output"], expected(trained, "test"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("split", "more"), [("val", ["parallel=ddp", "launch.nproc_per_node=2"]), ("train", ["micro_batch_size=3"])]
 )
@@ -129,6 +131,7 @@ def test_the_weights_are_those_of_the_checkpoint_that_is_named(tmp_path: Path) -
     assert (tensors["output"] - expected(trained, "test")).abs().max() > 1e-3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_task_can_say_what_is_written(ranks: int, tmp_path: Path) -> None:
     trained = run("own")
@@ -199,6 +202,7 @@ def test_what_is_wrong_is_a_line_before_the_start(kind: str, line: str, said: st
     assert not (copy / "predictions").exists() and not (copy / ".predict").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "ranks", "said"),
     [
@@ -215,6 +219,7 @@ def test_what_cannot_be_written_leaves_nothing(kind: str, ranks: int, said: str,
     assert not list((directory / "predictions").iterdir())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_stops_it_and_leaves_what_was_there(ranks: int, tmp_path: Path) -> None:
     def signal_in_the_middle() -> None:

@@ -123,6 +123,7 @@ def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: E
     assert_same_bits(finished(*line, root=root), whole)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "case", slow_but(CASES[::9], CASES), ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}"
 )
@@ -131,6 +132,7 @@ def test_two_ranks(case: tuple[str, str, int], tmp_path: Path) -> None:
     stops_and_continues(line, case, whole=undisturbed("ddp 2"), root=tmp_path / "runs")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_one_process(moment: str, tmp_path: Path) -> None:
     case = (moment, "rank 0", SIGNALS[list(MOMENTS).index(moment)])

@@ -120,6 +120,7 @@ UNDER = {(part, strategy) for part, strategy in zip(PARTS, ["pipeline", "context
          "fsdp+context", "ddp+pp", "hsdp", "model-parallel", "parameter-server"])}  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("part", "strategy"), pairs([*PARTS], [*STRATEGIES], UNDER))
 def test_a_part_under_a_strategy(part: str, strategy: str, tmp_path: Path) -> None:
     line, ranks = [*model_for(strategy), *of_parts(part)], STRATEGIES[strategy][0]
@@ -129,6 +130,7 @@ def test_a_part_under_a_strategy(part: str, strategy: str, tmp_path: Path) -> No
 NEXT = set([*zip(PARTS, [*PARTS][1:] + [*PARTS][:1])][::2])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("one", "other"), pairs([*PARTS], [*PARTS], NEXT))
 def test_a_part_with_a_part(one: str, other: str, tmp_path: Path) -> None:
     strategy = TWO[[*PARTS].index(one) % 4]
@@ -149,6 +151,7 @@ REFUSED_WITH_TURNS = {
 ADDS = ("unfreeze", "sharpness", "histograms")  # to the step of a turn: its parameters, its passes, its gradients
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("part", "strategy"), pairs([*PARTS], TWO[:3], {*zip(ADDS, TWO), *((part, "ddp") for part in REFUSED_WITH_TURNS)})
 )
@@ -160,6 +163,7 @@ def test_a_part_with_turns(part: str, strategy: str, tmp_path: Path) -> None:
 REFUSED_STEPS = {("GradientPenalty", "fsdp"): "parallel.reshard_after_forward: true ... differentiates the model itself"}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("step", "precision"), pairs(OWN_STEPS, [*PRECISIONS], diagonal(OWN_STEPS, [*PRECISIONS])))
 def test_an_own_step_in_a_precision(step: str, precision: str, tmp_path: Path) -> None:
     line = [*OWN, f"task._target_=tests.trainings.{step}", f"precision={precision}"]
@@ -178,6 +182,7 @@ def test_an_own_step_in_a_precision(step: str, precision: str, tmp_path: Path) -
 SAVED_AT_END = ("int8", "top_k", "powersgd")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("kept", "strategy"), pairs([*KEPT], ["ddp", "fsdp"], {(kept, "ddp") for kept in KEPT}))
 def test_what_a_run_keeps_survives_a_stop(kept: str, strategy: str, tmp_path: Path) -> None:
     refused = "checkpoint.every ... keeps values from step to step" if kept in SAVED_AT_END else None

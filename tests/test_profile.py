@@ -50,6 +50,7 @@ def test_the_five_most_expensive_operations_are_told(tmp_path: Path) -> None:
     assert "USDT" not in "".join(lines)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("value", "ranks"), [("true", [0]), ("all", [0, 1])])
 def test_rank_0_records_or_all_do(value: str, ranks: list[int], tmp_path: Path) -> None:
     parallel = ["parallel=ddp", "launch.nproc_per_node=2"]

@@ -216,6 +216,7 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("damage", ["", "[]", '{"starts": 3, "code": {}}', '{"starts": [1], "code": []}'])
 def test_a_damaged_record_stops_nobody(folder: Path, damage: str) -> None:
     first = run(folder)
@@ -319,6 +320,7 @@ import torch
     edit(folder, "        return self.last(", f"        x = {late}\n        return self.last(")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("file", "named"), [("acts/soft.py", "acts/soft.py: act"), ("acts/late.py", "acts/late.py: act"), ("plain.py", "of_a_file.py: act")])  # fmt: skip
 def test_modules_to_which_no_import_leads_are_the_runs_code_too(folder: Path, file: str, named: str) -> None:
     registry(folder)

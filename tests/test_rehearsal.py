@@ -187,6 +187,7 @@ def said(finding: Finding) -> str:
 QUICK = [what for number, (what, (line, _)) in enumerate(FOUND.items()) if number % (4 if "nproc" in str(line) else 2) == 1]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("what", slow_but(QUICK, FOUND))
 def test_what_breaks_the_promise_is_found(what: str) -> None:
     line, expected = FOUND[what]
@@ -256,6 +257,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "what",
     slow_but(
@@ -307,6 +309,7 @@ GOES_ON = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "what", slow_but(["a counter", "an object", "a mean teacher", "a closure", "a counter in the task"], GOES_ON)
 )
@@ -457,6 +460,7 @@ def wait(answer: Connection) -> None:
     signal.pause()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("act", "comes"), [(compute, True), (wait, False)])
 def test_who_computes_is_waited_for_and_who_waits_is_not(
     act: Callable[[Connection], None], comes: bool, monkeypatch: pytest.MonkeyPatch

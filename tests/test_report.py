@@ -464,6 +464,7 @@ def test_what_a_report_does_not_use_is_refused(tmp_path: Path) -> None:
     assert ended.code == 78 and "mode: report does nothing with a sweep (without -m)" in ended.output
 
 
+@pytest.mark.slow
 def test_a_report_imports_no_torch_and_starts_no_process(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", losses=[2.0, 1.0], config={})
     script = f"""

@@ -66,6 +66,7 @@ def crash() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", slow_but([6], CUTS))
 @pytest.mark.parametrize("strategy", slow_but(["fsdp 2"], STRATEGIES))
 def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(strategy: str, cut: int, tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def test_a_run_continues_under_another_strategy(first: str, second: str, across:
     assert_close(finished(*line, root=tmp_path / "second"), across)
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_number_of_processes(across: Ended, tmp_path: Path) -> None:
     line = [*ACROSS, "parallel=ddp"]
     for ranks, step in ((3, 5), (2, 9), (4, 14)):
@@ -191,6 +193,7 @@ def spoil_summary(directory: Path) -> None:
     (directory / "summary.json").write_text("[]")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("spoil", [spoil_rows, spoil_summary])
 def test_spoiled_records_do_not_stop_a_run(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))

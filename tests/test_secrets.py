@@ -113,6 +113,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("key", "overrides", "what"), REFUSED, ids=[" ".join(line)[:40] for _, line, _ in REFUSED])
 def test_a_secret_in_the_configuration_is_refused(key: str, overrides: list[str], what: str, tmp_path: Path) -> None:
     refused = command(*overrides, root=tmp_path / "runs", before=lambda: os.environ.update(VARIABLES))

@@ -20,6 +20,7 @@ def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return line, finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -40,6 +41,7 @@ def test_synchronised_statistics_are_those_of_the_whole_batch(
     assert "depend on the number of processes" not in run.output
 
 
+@pytest.mark.quick(1)
 def test_without_it_they_are_not(one_process: tuple[list[str], Ended], tmp_path: Path) -> None:
     line, alone = one_process
     run = finished(*line, "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "runs")

@@ -46,6 +46,7 @@ def live_lines(shown: Shown) -> list[str]:
 # --- the live line
 
 
+@pytest.mark.slow
 def test_a_breakpoint_in_a_model_has_the_terminal_to_itself(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(STOPPING)
     said: list[bytes] = []
@@ -80,6 +81,7 @@ class Net(nn.Sequential):
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("columns", "strategy"), [(60, []), (80, DDP), (120, [])], ids=["60", "80, two processes", "120"])
 def test_a_terminal_shows_it_below_the_evaluations_and_then_no_more(columns: int, strategy: list[str], tmp_path: Path) -> None:
     run, shown = on_terminal(*RUN, *strategy, root=tmp_path / "runs", columns=columns)
@@ -119,6 +121,7 @@ def test_a_terminal_gets_its_cursor_back_after_an_error(tmp_path: Path) -> None:
     assert not any("━" in text for text in shown.lines), shown.received[-3000:]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("strategy", [[], DDP], ids=["alone", "two processes"])
 def test_a_signal_is_said_in_its_place(strategy: list[str], tmp_path: Path) -> None:
     def act() -> None:
@@ -213,6 +216,7 @@ def facts_in(output: str, *, after: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_next_commands_can_be_pasted(tmp_path: Path) -> None:
     line = [*RUN, "trainer.max_epochs=1", "rehearse=false"]
     done = show([*TRAIN, *line], directory=tmp_path, columns=200)
@@ -226,6 +230,7 @@ def test_the_next_commands_can_be_pasted(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_first_screen_holds_the_start(tmp_path: Path) -> None:
     data = ["dataset=synthetic", "dataset.num_train=16", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8"]
     line = [*TRAIN, "model=resnet", *data, "global_batch_size=16", "trainer.max_epochs=1", "rehearse=false", "run.root=runs"]
@@ -270,6 +275,7 @@ def test_plain_lines_become_rarer(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 # --- more processes than cores
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("num_cores", [1, 2])
 def test_more_processes_than_cores_is_said_once(num_cores: int, tmp_path: Path) -> None:
     def plant() -> None:
@@ -296,6 +302,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return ended
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_status_shows_whole_ids_and_what_differs(columns: int, runs: Ended) -> None:
     ended, shown = on_terminal("mode=status", root=runs.root, columns=columns)
@@ -337,6 +344,7 @@ def test_status_of_a_sweep_shows_ids_and_swept_values(tmp_path: Path) -> None:
 # --- help
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_help_is_wrapped_in_the_terminals_width_and_has_everything(columns: int, tmp_path: Path) -> None:
     shown = show([*TRAIN, "--help"], directory=tmp_path, columns=columns)

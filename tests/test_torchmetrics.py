@@ -257,6 +257,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_measured_is_refused_before_the_start(what: str, tmp_path: Path) -> None:
     words, expected = REFUSED[what]

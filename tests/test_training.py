@@ -74,6 +74,7 @@ def crossed() -> Iterator[Any]:
             yield pytest.param(*case, line, id=f"{name(*case)}-{line}", marks=[] if is_quick else [pytest.mark.slow])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "ranks", "mesh", "line"), [*crossed()])
 def test_ranks_compute_what_one_process_does(strategy: str, ranks: int, mesh: list[str], line: str, tmp_path: Path) -> None:
     parallel = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
@@ -160,6 +161,7 @@ def test_an_infinite_gradient_ends_a_clipped_run(tmp_path: Path) -> None:
 ASYNC = ["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_node=2"]  # each rank takes three steps
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [([], 0.003), (["parallel=local-sgd", "launch.nproc_per_node=2"], 0.003), (ASYNC, 0.006)],
@@ -239,6 +241,7 @@ def test_a_frozen_first_layer_leaves_the_hidden_matrices_as_they_are() -> None:
 # --- what is refused
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -271,6 +274,7 @@ def test_a_tied_weight_is_frozen_by_either_name() -> None:
         assert [item.name for item in trainable(model, hidden=[])] == ["1.weight", "1.bias"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("first", "second"), [("head.*", ""), ("", "head.*")])
 def test_a_run_may_freeze_other_parameters_than_the_one_it_begins_from(first: str, second: str, tmp_path: Path) -> None:
     line = [*SMALL, "model=mlp", "trainer.max_epochs=null"]

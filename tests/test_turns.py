@@ -41,6 +41,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     slow_but([s for s in STRATEGIES if s[0] in ("ddp", "fsdp", "zero")], STRATEGIES, unpack=True),
@@ -157,6 +158,7 @@ def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
         step(again, 5, small=2.5, large=10.0)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("line", "said"),
     [

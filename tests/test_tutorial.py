@@ -38,6 +38,7 @@ def test_the_page_has_files_and_commands_of_every_step() -> None:
     assert all(word in lines for word in ("adopt", " -m ", "mode=report", "nproc_per_node=2", "why", "mode=export"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # beside others
 def test_the_tutorial_word_by_word(tmp_path: Path) -> None:
     follow(TUTORIAL, tmp_path, "rehearse=false")  # `adopt` rehearses the model
@@ -45,6 +46,7 @@ def test_the_tutorial_word_by_word(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("runs/paper/*/model.safetensors")]) == 18
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_was_written_for_another_trainer_trains(tmp_path: Path) -> None:
     follow(MIGRATION, tmp_path)

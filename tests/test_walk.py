@@ -61,6 +61,7 @@ def walk(world: World, config: RunConfig) -> tuple[int, int]:
     return found[0]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("strategy", MOST)
 def test_the_walk_from_the_loop_to_a_backward_pass_is_short(strategy: str, tmp_path: Path) -> None:
     ranks = 1 if strategy == "single" else 2

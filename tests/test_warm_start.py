@@ -39,6 +39,7 @@ def assert_begun_with(run: Ended, weights: dict[str, torch.Tensor]) -> None:
 STRATEGIES = [("single", 1), ("ddp", 2), ("fsdp", 3), ("tensor", 2), ("pipeline", 2)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "ranks"), slow_but([("fsdp", 3), ("pipeline", 2)], STRATEGIES, unpack=True))
 def test_under_any_strategy_a_run_begins_with_the_files_weights(strategy: str, ranks: int, tmp_path: Path) -> None:
     mesh = next(mesh for count, mesh in layouts(strategy) if count == ranks)
@@ -60,6 +61,7 @@ def test_a_warm_run_is_continued_as_any(tmp_path: Path) -> None:
     assert_same_bits(again, whole)
 
 
+@pytest.mark.slow
 def test_the_content_of_the_file_is_part_of_the_runs_identity_not_its_path(tmp_path: Path) -> None:
     weights = first().weights
     save_file(weights, tmp_path / "a.safetensors")
@@ -151,6 +153,7 @@ def of_another_model(path: Path) -> None:
     save_file({"fc.weight": torch.zeros(3), "norm.weight": torch.zeros(99)}, path)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -194,6 +197,7 @@ def change_before_the_start(path: Path) -> Callable[[], None]:
     return plant
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_file_that_changes_before_the_start_is_refused(ranks: int, tmp_path: Path) -> None:
     file = tmp_path / "file.safetensors"

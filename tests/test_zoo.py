@@ -72,6 +72,7 @@ def cells() -> Iterator[Any]:
                                marks=[] if is_quick else [pytest.mark.slow])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy", "ranks", "mesh"), [*cells()])
 def test_a_model_computes_what_it_does_on_one_process_or_is_refused(
     model: str, strategy: str, ranks: int, mesh: list[str], tmp_path: Path
@@ -95,6 +96,7 @@ FAMILIES = ["hf gpt2", "hf mixtral", "timm vit", "torchvision mobilenet", "x-tra
             "spectral norm", "weight norm", "layer drop", "lstm"]  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", slow_but(["hf gpt2", "codebook"], FAMILIES))
 def test_killed_it_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
     both = [*line(model), "checkpoint.every=2", "parallel=ddp", "launch.nproc_per_node=2"]

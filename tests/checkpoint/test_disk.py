@@ -63,6 +63,7 @@ def checkpoints(directory: Path) -> list[Path]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", slow_but(range(9, NUM_SIZES, 8), range(NUM_SIZES)))
 def test_a_full_disk_loses_nothing(number: int, disk: Path, whole: Callable[[str], Ended]) -> None:
     """The disk's size goes from nothing to two checkpoints and a half; later it is given room."""

@@ -156,6 +156,7 @@ def test_an_error_that_is_not_the_disks_ends_the_run(tmp_path: Path) -> None:
     assert "LookupError: the planted fault" in failed.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_a_save_that_is_due_too_early_waits_and_is_counted(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
@@ -180,6 +181,7 @@ def test_a_stop_waits_for_its_checkpoint(written_between_steps: dict[str, Ended]
     assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps["ddp 2"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", [ASYNC, SYNC])
 @pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
 def test_a_few_failures_in_a_row_are_warnings(

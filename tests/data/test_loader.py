@@ -251,6 +251,7 @@ def signal_group_and_go_on() -> None:
         PREEMPTION.reset()
 
 
+@pytest.mark.slow
 def test_a_run_with_loader_processes_has_the_bits_of_one_without_also_after_signals(tmp_path: Path) -> None:
     plain = finished(*RUN, root=tmp_path / "plain")
     line = [*RUN, "dataset.num_workers=2"]

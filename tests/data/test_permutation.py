@@ -54,6 +54,7 @@ def test_the_test_of_chance_finds_a_lattice_and_passes_numpy() -> None:
     assert abs(of_pairs(drawn[:-1], drawn[1:], LARGE)) < 5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", [0, 1, 48, 96])
 def test_over_seeds_each_number_is_as_likely_at_a_place(place: int) -> None:
     counts = np.bincount([Permutation(97, seed=seed, epoch=0)[place : place + 1][0] for seed in range(5000)], minlength=97)
@@ -102,6 +103,7 @@ def plant() -> None:
     framework.data.order._MOST_KEPT = 10
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [[], ["parallel=ddp", "launch.nproc_per_node=2"]], ids=["single", "ddp 2"])
 def test_a_large_data_set_is_trained_on_in_its_new_order_however_it_is_executed(ranks: list[str], tmp_path: Path) -> None:
     exact = [*RUN, "precision=fp64", "micro_batch_size=4"]

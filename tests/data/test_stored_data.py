@@ -248,6 +248,7 @@ def test_a_signal_is_answered_while_a_store_is_silent(asked: str, tmp_path: Path
         connection.close()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("wrong", ["no bucket", "no object", "no key", "no protocol", "no package"])
 def test_data_that_is_not_to_be_had_is_a_problem_before_the_start(
     wrong: str, server: S3Server, store: Objects, tmp_path: Path

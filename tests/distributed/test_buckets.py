@@ -74,6 +74,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("strategy", MESSAGES)
 def test_a_step_sends_messages_by_size_not_by_parameter(strategy: str, tmp_path: Path) -> None:
     def count() -> None:

@@ -67,6 +67,7 @@ def print_sockets(num_ranks: int, scratch: str) -> None:
     print(json.dumps(on_ranks(num_ranks, act, scratch=Path(scratch))))
 
 
+@pytest.mark.slow
 def test_a_rank_connects_to_the_ranks_that_it_speaks_to_and_to_no_others(tmp_path: Path) -> None:
     num_ranks = 16
     # a process of its own: gloo asks for the variable once, when a process makes its first group

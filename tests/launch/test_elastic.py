@@ -262,6 +262,7 @@ def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Calla
     assert min(step for at, step, _, _ in both.steps() if at > killed_at + 1.0) > 16  # from a checkpoint
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

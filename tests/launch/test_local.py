@@ -73,6 +73,7 @@ def assert_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
     wait_for(gone, timeout_s=timeout_s, what=f"the end of {pids}")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(rank: int, tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)

@@ -22,6 +22,7 @@ def test_its_group_moves_what_training_sends(strategy: str, tmp_path: Path) -> N
     assert len((folder / "allreduce").read_text()) >= 2 * (21 if strategy == "ddp" else 3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_another_back_end(tmp_path: Path) -> None:
     line = [*RUN, "parallel=ddp", "launch.nproc_per_node=2"]
     counts = lambda: os.environ.update(COUNTING_BACKEND=str(tmp_path))  # noqa: E731

@@ -42,6 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return table(ended)
 
 
+@pytest.mark.slow
 def test_a_trial_is_a_run_and_its_objective_is_the_monitor(whole: list[dict[str, str]], tmp_path: Path) -> None:
     assert len(set(drawn(whole))) == 4
     assert {row["state"] for row in whole} == {"finished"}
@@ -246,6 +247,7 @@ def test_optuna_is_in_the_parent_alone() -> None:
     assert users == {f"framework/sweep/{name}.py" for name in ("search", "study", "watched")}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -265,6 +267,7 @@ def test_a_search_with_a_mistake_starts_nothing(line: str, problem: str, tmp_pat
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.slow
 def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     line = [*SHORT, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(0.01, 0.02)"]
     first = swept(*line, root=tmp_path / "runs")

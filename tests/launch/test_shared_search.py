@@ -71,6 +71,7 @@ def test_two_commands_share_the_trials_of_one_search(tmp_path: Path) -> None:
     assert alone[0]["id"] == rows[0]["id"]  # a draw follows from its number, whoever makes it
 
 
+@pytest.mark.slow
 def test_a_killed_commands_trial_is_taken_up_by_another(tmp_path: Path) -> None:
     roots, (a, gone) = paths(tmp_path), (tmp_path / "a", tmp_path / "gone")
     line = [*SHARED, trials(3), "checkpoint.every=4"]
@@ -112,6 +113,7 @@ def test_a_run_that_two_commands_draw_is_run_once(tmp_path: Path) -> None:
     assert (ended[0].output.count("running "), ended[1].output.count("finished already")) == (1, 1)
 
 
+@pytest.mark.slow
 def test_without_a_storage_a_search_is_one_commands(tmp_path: Path) -> None:
     roots, a, go = paths(tmp_path), tmp_path / "a", tmp_path / "go"
     line = [*SEARCH, *SPACE, trials(1)]
@@ -306,6 +308,7 @@ def test_commands_share_a_search_in_a_database_whose_password_is_written_nowhere
     assert not written
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("text", ["params: {: \n", "params: {a: [\n", 'params: {seed: "0,1", seed: "2,3"}\n', "params: [a]\n",
                                   "params: text\n", "- a\n- b\n"])  # fmt: skip
 def test_a_file_that_is_no_sweep_is_refused(text: str, tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def assert_ends_as(run: Run, one: Ended, *, restarts: int) -> None:
     assert len(list(run.root.glob("*/*"))) == 1, "the same directory, and no trace of the nodes' meeting"
 
 
+@pytest.mark.slow
 def test_a_job_on_two_nodes(submitted: Callable[..., Run]) -> None:
     run = submitted()
     again = run.submit()
@@ -411,6 +412,7 @@ def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Cal
 # --- refused before anything is submitted
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -39,6 +39,7 @@ def given(*words: str, folder: Path) -> Ended:
 # --- what is asked for
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("line", "gpus", "cpus"),
     [
@@ -68,6 +69,7 @@ def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
     assert has_all == ("dataset.num_workers=8" in line), told.output
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -124,6 +126,7 @@ def test_what_a_strategy_asks_of_a_cluster_is_nothing_to_this_machine(submitted:
         assert Ended(0, "", Path(row["directory"])).summary["world_size"] == 4
 
 
+@pytest.mark.slow
 def test_an_array_that_is_too_large_for_the_cluster_is_submitted_in_parts(
     submitted: Sweep,  # noqa: F811
     tmp_path: Path,
@@ -155,6 +158,7 @@ def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -
     assert facts(*ids(told))["ExitCode"] == "78:0" and "not here\n" not in submitted.log
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("option", "why"),
     [
@@ -231,6 +235,7 @@ def test_a_terminal_that_srun_starts_is_no_task(cluster: Path, tmp_path: Path) -
     assert Ended(0, "", directory).summary["world_size"] == 1, (tmp_path / "pty.out").read_text()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_served", [False, True], ids=["the store", "the decision"])
 def test_a_process_that_waits_for_rank_0_answers_a_signal(is_served: bool, tmp_path: Path, free_port: int) -> None:  # noqa: F811
     served = serve_store("127.0.0.1", ports=[free_port]) if is_served else None

@@ -299,6 +299,7 @@ def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submi
     assert not ask("squeue", "--noheader") and not list(submitted.root.glob("*"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -439,6 +440,7 @@ def test_submitit_slurm_leaves_its_jobs_when_it_is_stopped_and_takes_them_up_aga
     assert [submitted.run(seed).summary["restarts"] for seed in (0, 1)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_submitit_local_runs_as_many_jobs_as_there_are_cpus_for(tmp_path: Path) -> None:
     line = ["parallel=ddp", "seed=0,1", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
     sweep_line, problems = read([*line, f"hydra.launcher.cpus_per_task={len(os.sched_getaffinity(0))}"])

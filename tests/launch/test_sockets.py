@@ -52,6 +52,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "more",
     [

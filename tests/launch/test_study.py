@@ -70,6 +70,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("words", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("storage", ["null", "journal"])
 def test_a_search_that_was_killed_between_two_keys_draws_the_same(words: list[str], storage: str, tmp_path: Path) -> None:

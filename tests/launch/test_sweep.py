@@ -259,6 +259,7 @@ def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
 # --- the plan
 
 
+@pytest.mark.slow
 def test_the_plan_lists_the_jobs_with_their_states_and_runs_nothing(tmp_path: Path) -> None:
     line, root = [*RUN, "optimizer=sgd", "optimizer.lr=1e-3,1e-2,1e-1,1,1e30"], tmp_path / "runs"
     assert command(*RUN, "optimizer=sgd", "optimizer.lr=1e-2", root=root, before=after_step(9, preempt)).code == 75
@@ -288,6 +289,7 @@ def test_the_plan_of_one_run_is_its_state(tmp_path: Path) -> None:
 # --- what is refused, and what is the same
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -372,6 +374,7 @@ def test_the_exit_code_of_a_sweep() -> None:
     assert [exit_code(codes) for codes in ([], [0, 0], [0, 70, 70], [70, 74, 0], [70, 75])] == [0, 0, 70, 1, 75]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "summary", [{"status": "failed", "metrics": None}, {"metrics": {"val": [1]}}, {"status": ["x"]}, ["x"]]
 )

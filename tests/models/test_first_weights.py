@@ -164,6 +164,7 @@ PRESETS = {"single": 1, "ddp": 2, "zero": 2, "fsdp": 2, "hsdp": 2, "tensor": 2, 
            "fsdp+context": 2, "auto": 2}  # fmt: skip
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_first_weights_are_those_of_a_plain_script(preset: str, tmp_path: Path) -> None:
     """`torch.manual_seed(seed)` and the constructor, whatever the strategy and the number of processes."""

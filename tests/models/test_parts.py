@@ -33,6 +33,7 @@ UNITS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", UNITS)
 def test_the_units_are_the_blocks_wherever_they_are(name: str) -> None:
     model = (IMAGES | TOKENS)[name]()

@@ -51,6 +51,7 @@ def step(model: Model) -> tuple[list[Tensor], list[Tensor], float]:
     return gradients, [buffer.clone() for buffer in model.buffers()], random.random()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("which", [True, 2, "operations"])
 def test_recomputed_blocks_read_and_draw_the_same_and_leave_no_trace(which: Recomputed) -> None:
     plain, recomputed = Model(), Model()
@@ -92,6 +93,7 @@ class Dense(nn.Module):
         return features[-1] * kept["last"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("which", [True, "operations"])
 def test_a_cache_that_blocks_fill_is_for_the_second_forward_as_empty_as_for_the_first(which: Recomputed) -> None:
     """As in transformers' models, whose cache of keys and values is on by default."""

@@ -26,6 +26,7 @@ def test_the_plainest_that_fits_is_chosen(num_ranks: int, budget: float, choice:
     assert choose(model, num_ranks=num_ranks, budget=budget) == (choice, held)
 
 
+@pytest.mark.slow
 def test_whatever_is_chosen_computes_the_same(tmp_path: Path) -> None:
     one = finished(*RUN, *MODELS["mlp"], "parallel=auto", root=tmp_path / "one")
     assert "parallel=auto: single, with " in one.output

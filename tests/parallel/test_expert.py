@@ -40,6 +40,7 @@ SMALL = {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4}
 FAMILIES = {"Mixtral": {}, "Qwen3Moe": SMALL, "Olmoe": SMALL, "GptOss": {"head_dim": 4}}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_of_transformers_are_found(kind: str, implementation: str) -> None:
@@ -111,6 +112,7 @@ def tokens_of(rank: int, *, num_experts: int, few: bool) -> tuple[Tensor, Tensor
     return x_ND, scores.topk(2).indices, weights_NK
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize(("num_experts", "few"), [(5, False), (5, True), (2, True), (6, False)])
 def test_outputs_and_gradients_are_those_of_all_experts(num_experts: int, few: bool, is_frozen: bool, tmp_path: Path) -> None:
@@ -201,6 +203,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", slow_but(["a rank without samples"], VARIANTS))
 def test_a_variant_computes_what_one_process_does(variant: str, tmp_path: Path) -> None:
     group, changes = VARIANTS[variant]
@@ -252,6 +255,7 @@ HOW = {"single": [], "fsdp": ["parallel=fsdp", "launch.nproc_per_node=2"], "3": 
 PAIRS = [("3", "fsdp"), ("fsdp", "2x2"), ("2x2", "single"), ("single", "3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), slow_but(PAIRS[1:2], PAIRS, unpack=True))
 def test_a_run_goes_on_from_and_to_other_strategies_with_every_bit_of_its_state(
     first: str, second: str, tmp_path: Path

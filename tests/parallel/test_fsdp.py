@@ -86,6 +86,7 @@ def test_what_is_left_of_the_model_is_gathered_once_in_a_step(tmp_path: Path) ->
     assert counts[1:3] == [3 * 3 + 2 + 1] * 2, counts  # and the weight of the loss
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("of", ["layers", "blocks"])
 def test_a_choice_that_differs_between_processes_ends_the_run_before_the_next_row(of: str, tmp_path: Path) -> None:
     """The messages have equal sizes, so those of different layers or blocks are paired, and nothing else fails."""

@@ -55,6 +55,7 @@ def noting_memory(file: Path) -> Callable[[], None]:
     return note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_gradients_reduced_in_each_micro_batch_are_the_same_and_shards(strategy: str, tmp_path: Path) -> None:
     is_fsdp = strategy == "fsdp"

@@ -58,6 +58,7 @@ def loss_of(logits: Tensor) -> Tensor:
     return cross_entropy_sum(logits.flatten(0, 1), TARGETS.flatten(), ignore_index=-100)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("keeps_cut", [True, False])
 @pytest.mark.parametrize(("vocabulary", "num_ranks", "is_tied", "has_bias"), [
     (17, 2, True, False), (18, 3, False, True), (17, 4, True, True), (18, 4, False, False)])  # fmt: skip
@@ -186,6 +187,7 @@ def note_logits(path: Path) -> Any:
     return plant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options", "width"), [
     (["parallel=tensor", "launch.nproc_per_node=2"], ["trainer.max_steps=3", "trainer.eval_every=null"], 10),
     pytest.param(["parallel=tensor", "launch.nproc_per_node=4"], ["model.tie_embeddings=false"], 5, marks=pytest.mark.slow),

@@ -116,6 +116,7 @@ def test_the_kernel_that_kills_a_rank_for_memory_costs_a_restart(cgroup: Path, t
     assert_same_bits(ended, one())
 
 
+@pytest.mark.slow
 def test_as_few_open_files_as_cannot_do_are_refused(tmp_path: Path) -> None:
     def limit(soft: int, hard: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -33,6 +33,7 @@ def test_a_model_learns_nearly_as_well_from_compressed_gradients(name: str, tmp_
     assert any(not torch.equal(run.weights[key], plain().weights[key]) for key in plain().weights)  # it was compressed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["fp16"], ["fp16", "bf16"]))
 def test_half_precision_sums_are_exact_after_a_resume(name: str, tmp_path: Path) -> None:
     line = [*RUN, f"parallel.compression={name}"]

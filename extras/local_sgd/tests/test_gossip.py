@@ -72,6 +72,7 @@ def by_hand(num_ranks: int) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in first.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", slow_but([3], [2, 3, 4]))
 def test_it_is_what_the_replicas_by_hand_are(num_ranks: int, tmp_path: Path) -> None:
     run, expected = finished(*RUN, *line(num_ranks), root=tmp_path / "runs"), by_hand(num_ranks)
@@ -90,6 +91,7 @@ def test_alone_it_is_plain_training(tmp_path: Path) -> None:
 ADAMW = [*(word for word in RUN if not word.startswith("optimizer")), "optimizer=adamw"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["gossip"], ["gossip", "local-sgd", "diloco"]))
 @pytest.mark.parametrize("act", slow_but([crash], [preempt, crash]))
 def test_stopped_or_killed_it_ends_with_the_same_bits(act: Callable[[], None], strategy: str, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_a_model_that_answers_no_question_is_trained_too(tmp_path: Path) -> None
     assert all(map(math.isfinite, losses)) and len(losses) == 15 + 4 + 1  # training, validation (the last at the end), test
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["local-sgd"], ["local-sgd", "diloco", "gossip"]))
 def test_moments_of_a_parameter_without_dimensions_are_averaged_too(strategy: str, tmp_path: Path) -> None:
     line = [*(word for word in RUN if not word.startswith("optimizer")), "model._target_=tests.odd_models.Scalar",

@@ -121,6 +121,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return ran
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_but(QUICK, STRATEGIES))
 def test_a_strategy_over_mpi_computes_what_one_process_does(name: str, two_ranks: Callable[[str], Path]) -> None:
     root = two_ranks(name)
@@ -175,6 +176,7 @@ def test_a_signal_to_mpirun_leaves_no_process_and_a_run_that_continues_over_gloo
     assert_same_bits(finished(*LONG, "launch.nproc_per_node=2", root=root), whole())
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(("fault", "timeout_s", "code", "says", "told"), [
     ("fail", 60, 1, "rank 1: ValueError: a fault of rank 1's own", "rank 1 failed: ValueError: a fault of rank 1's own"),

@@ -84,6 +84,7 @@ def test_on_one_machine_only_that_machine_is_listened_to(mode: str, tmp_path: Pa
         assert set(listening) <= set(loopback)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(["async"], MODES))
 def test_all_being_well_the_ranks_part_in_silence(mode: str, tmp_path: Path) -> None:
     for preempted in (False, True):
@@ -105,6 +106,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rank", slow_but([2], [0, 1, 2]))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_that_dies_is_noticed_at_once(mode: str, rank: int, tmp_path: Path) -> None:
@@ -119,6 +121,7 @@ def fail() -> None:
     raise LookupError("the planted fault")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rank", slow_but([2], [0, 2]))
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_is_told_and_not_that_it_was_missed(mode: str, rank: int, tmp_path: Path) -> None:
@@ -143,6 +146,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(rank: int, tmp_path
     assert_same_bits(ended, whole())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", slow_but([3], [3, 7]))
 def test_preempted_it_ends_with_the_same_bits(cut: int, tmp_path: Path) -> None:
     stopped = command(*RUN, *SYNC, root=tmp_path / "runs", before=after_step(cut, preempt))
@@ -266,6 +270,7 @@ def by_hand(line: list[str]) -> dict[str, torch.Tensor]:
     return state_tensors(TrainingState(model, optimizer, None))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("line", [SGD, MUON], ids=["sgd", "muon"])
 def test_ranks_in_turn_are_one_model_stepped_by_hand(line: list[str], tmp_path: Path) -> None:
     """Each gradient is a mean over its rank's samples, clipped by itself, at this moment's parameters; and is one step."""
@@ -319,6 +324,7 @@ def test_each_push_is_one_step_and_a_rank_without_samples_pushes_nothing(tmp_pat
     assert run.summary["samples_seen"] == 14
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("onward", [ASYNC, ["parallel=ddp", "launch.nproc_per_node=2"]], ids=["async", "ddp"])
 def test_a_checkpoint_is_one_state_of_all_ranks_and_is_what_goes_on(onward: list[str], tmp_path: Path) -> None:
     """`note_state` fails a command whose ranks hold different tensors."""

@@ -80,6 +80,7 @@ def test_the_staleness_is_reported() -> None:
     assert [rows[step] for step in range(1, 8)] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", slow_but(["gpt"], ["mlp", "cnn with BatchNorm", "gpt"]))
 def test_drained_in_every_step_it_is_one_process(model: str, tmp_path: Path) -> None:
     """Micro-batches, uneven batches, BatchNorm, dropout, and a loss that is a mean over tokens."""
@@ -109,6 +110,7 @@ def test_recomputed_activations_find_the_old_weights_too(tmp_path: Path) -> None
     assert_close(recomputed, plain)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("act", [preempt, crash])
 def test_stopped_or_killed_it_ends_with_the_same_bits(act: Callable[[], None], tmp_path: Path) -> None:
     stopped = command(*RUN, *DRAINED, root=tmp_path / "runs", before=after_step(8, act))
