@@ -82,15 +82,16 @@ def with_mode(words: list[str]) -> list[str]:
     if mode is None:
         return words
     overrides = words[1:]
-    if mode.about in ("existing run", "root") and overrides and "=" not in overrides[0]:
+    is_of_run = mode.about == "existing run" or mode.name == "cancel"
+    if (is_of_run or mode.about == "root") and overrides and "=" not in overrides[0]:
         place = overrides.pop(0)
-        if mode.about == "existing run" and not Path(place).exists():
+        if is_of_run and not Path(place).exists():
             from framework.cli.about_runs import find  # it imports what reads runs
 
             root = next((word.removeprefix("run.root=") for word in overrides if word.startswith("run.root=")), None)
             found = find(place, Path(root) if root else None)
             place = str(found) if isinstance(found, Path) else place
-        key = "run.dir" if mode.about == "existing run" else "run.root"
+        key = "run.dir" if is_of_run else "run.root"
         overrides.insert(0, shlex.split(typed_override(key, place))[0])  # quoted for Hydra alone
     return [f"mode={mode.name}", *overrides]
 

@@ -343,6 +343,7 @@ def test_python_need_not_search_the_folder_of_a_program(tmp_path: Path) -> None:
     ("predict 0a1b", ["mode=predict", "run.dir=runs/one/0a1b2c3d"]),
     ("export 0a1b run.root=elsewhere", ["mode=export", "run.dir='0a1b'", "run.root=elsewhere"]),  # there is none: mode=export says so
     ("eval 'a run'", ["mode=eval", "run.dir='a run'"]),
+    ("cancel 0a1b", ["mode=cancel", "run.dir=runs/one/0a1b2c3d"]),
     ("eval run.dir=x", ["mode=eval", "run.dir=x"]),
     ("status runs", ["mode=status", "run.root=runs"]),
     ("check model=mlp", ["mode=check", "model=mlp"]),

@@ -78,7 +78,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
         if imports:
             draft.check(monitors_are_metrics)
             draft.add(draft.change("checkpoint", _directed_checkpoint) + draft.change("trainer", _directed_trainer))
-        draft.check(lambda name, mode, run: place_problems(run))
+        draft.check(lambda name, mode, run: place_problems(run) if mode != "cancel" else ())
     first: dict[str, Problem] = {}
     for problem in _with_secrets(composed.config, draft.problems):
         if not any(other.startswith(f"{problem.key}[") for other in first):  # an item's problem causes the list's
