@@ -345,7 +345,8 @@ def test_nodes_lost_and_back(tmp_path: Path, cluster: Callable[..., Cluster]) ->
     both.finish()
     ended = [node.end(timeout_s=240) for node in alive]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert ended[0].summary["restarts"] == 6
+    has_begun_alone = both.steps()[0][3] == 1  # the second node needs some seconds to start
+    assert ended[0].summary["restarts"] == 6 + has_begun_alone
     assert digest(ended[0]) == digest(reference)
     assert exact_rows(ended[0]) == exact_rows(reference)
 
