@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ class JobRequest:
             return self.asked.cpus_per_task or least
 
         def refused(num_workers: int) -> bool:
-            return bool(self._refusal({"cpus-per-task": least * (1 + num_workers)}))
+            asked = {"partition": self.asked.partition, "account": self.asked.account, "qos": self.asked.qos}
+            return bool(refusal(asked | {"cpus-per-task": least * (1 + num_workers)}))
 
         is_whole = not refused(self.num_workers)
         return least * (1 + (self.num_workers if is_whole else bisect_left(range(1, self.num_workers), True, key=refused)))
@@ -87,7 +88,13 @@ class JobRequest:
         """The GPUs of a node, `[TYPE:]N`: as asked; else one for each device, if the partition has nodes with GPUs."""
         if self.asked.gpus_per_node is not None or self.num_devices == 0 or self._gpu_options:
             return self.asked.gpus_per_node or None
-        return None if self._refusal({"cpus-per-task": 1, "gpus-per-node": 1}) else self.num_devices
+        kinds = slurm.ask("sinfo", "--noheader", *self._place, "--format=%P %G").splitlines()
+        default = kinds if self._place else [kind for kind in kinds if kind.partition(" ")[0].endswith("*")]
+        return self.num_devices if any("gpu" in kind.partition(" ")[2] for kind in default) else None
+
+    @property
+    def _place(self) -> list[str]:
+        return [f"--partition={self.asked.partition}"] if self.asked.partition else []
 
     @property
     def _gpu_options(self) -> list[str]:
@@ -98,12 +105,6 @@ class JobRequest:
     def num_gpus(self) -> int:
         return int(str(self.gpus or 0).rpartition(":")[2])
 
-    def _refusal(self, resources: dict[str, Any]) -> str:
-        """Return why the partition has no node with these resources. Return an empty text if it has some."""
-        asked = self.asked
-        place = {"partition": asked.partition, "account": asked.account, "qos": asked.qos, "constraint": asked.constraint}
-        return refusal(place | resources)
-
     def problems(self) -> list[Problem]:
         """Return why Slurm refuses the request. If it accepts the request without one option, this option is named."""
         asked = self.asked
@@ -113,7 +114,8 @@ class JobRequest:
             what = f"{asked.time_min} minutes, but Slurm stops the job {when}"
             return [Problem("launch.slurm.time_min", what, f"at least {shortest}")]
         options = self.options(job_name="test")
-        if not (why := refusal(options)):
+        why = refusal(options)
+        if not why or _is_temporary(why, *self._place):
             return []
         keys = {
             "partition": "launch.slurm.partition", "account": "launch.slurm.account", "qos": "launch.slurm.qos",
@@ -195,22 +197,24 @@ def _line_problems(asked: SlurmSection) -> list[Problem]:
 def refusal(options: dict[str, Any]) -> str:
     """Return why Slurm refuses a job with these options. Return an empty text if it accepts the job."""
     given = {name: value for name, value in options.items() if value not in (None, False)}
+    return _refusal_of(tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()))
+
+
+@cache  # the jobs of a sweep have few different requests
+def _refusal_of(flags: tuple[str, ...]) -> str:
     try:
-        flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
     except SlurmSilent:
         raise
     except SlurmFailed as error:
-        # this may be temporary: sbatch lets a job wait for nodes that are down
-        place = [f"--partition={given['partition']}"] if "partition" in given else []
-        if _are_up(*place) or "node configuration is not available" not in str(error):
-            return str(error)
+        return str(error)
     return ""
 
 
-def _are_up(*place: str) -> bool:
+def _is_temporary(why: str, *place: str) -> bool:
+    """Return whether nodes are down, for which sbatch lets a job wait."""
     states = slurm.ask("sinfo", "--noheader", *place, "--format=%T").split()
-    return all(state.startswith(_UP) for state in states)
+    return not all(state.startswith(_UP) for state in states) and "node configuration is not available" in why
 
 
 _UP = ("idle", "mixed", "allocated", "completing", "reserved", "planned")  # *: it does not answer now

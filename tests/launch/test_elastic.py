@@ -167,7 +167,7 @@ def assert_no_trace(cluster: Cluster) -> None:
 
 
 def test_a_node_lost_and_a_node_back(cluster: Callable[..., Cluster]) -> None:
-    both = two(cluster)
+    both = two(cluster, "launch.max_restarts=0")  # neither is a failure
     killed_at = time.time()
     both.nodes[1].kill()
     lost_s = both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
@@ -179,7 +179,7 @@ def test_a_node_lost_and_a_node_back(cluster: Callable[..., Cluster]) -> None:
     ended = [node.end() for node in (both.nodes[0], both.nodes[2])]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
     assert_close(ended[0], one())
-    assert "restart " not in ended[0].output  # a lost node is no failure
+    assert "restart " not in ended[0].output
     assert_no_trace(both)
     late = both.start().end()
     assert late.code == 0 and "finished already" in late.output
@@ -346,7 +346,8 @@ def test_nodes_lost_and_back(tmp_path: Path, cluster: Callable[..., Cluster]) ->
     both.finish()
     ended = [node.end(timeout_s=240) for node in alive]
     assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert ended[0].summary["restarts"] == 6
+    has_begun_alone = both.steps()[0][3] == 1  # the second node needs some seconds to start
+    assert ended[0].summary["restarts"] == 6 + has_begun_alone
     assert digest(ended[0]) == digest(reference)
     assert exact_rows(ended[0]) == exact_rows(reference)
 

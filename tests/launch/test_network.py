@@ -111,6 +111,18 @@ def test_a_node_that_is_cut_off_from_the_store_ends_and_the_others_go_on_without
 
 
 @pytest.mark.slow
+def test_two_nodes_that_lose_only_each_other_end_the_run_as_a_hang(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    """Both reach the node that serves the store: so none is lost, and their ranks wait until the time-out."""
+    three = cluster(*RUN, *ELASTIC, "launch.nnodes=3", "launch.timeout_s=20")
+    with hosts(3, tmp_path) as on:
+        begun(three, on)
+        on[1].drop(source=on[2])
+        found = [node.end(timeout_s=90) for node in three.nodes]
+    assert [end.code for end in found] == [71, 71, 71], found[0].output
+    assert "the nodes' ranks wait for each other" in found[0].output, found[0].output
+
+
+@pytest.mark.slow
 def test_a_link_that_is_slow_or_loses_packets_costs_nothing(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0")
     with hosts(2, tmp_path) as on:

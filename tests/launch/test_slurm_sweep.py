@@ -295,7 +295,7 @@ def test_an_account_and_a_quality_of_service_are_asked_for(held: None, submitted
 
 def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submitted: Sweep) -> None:
     told = submitted.submit(*ARRAY, "parallel=single,ddp", EACH, "launch.nproc_per_node=99", code=78)  # single alone could go
-    assert told.output.splitlines()[0] == Says("launch.nproc_per_node: 99 CPUs ... 4")
+    assert told.output.splitlines()[0] == Says("launch.nproc_per_node: Slurm refuses cpus-per-task=99: ...")
     assert not ask("squeue", "--noheader") and not list(submitted.root.glob("*"))
 
 

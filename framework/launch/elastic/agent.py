@@ -51,15 +51,16 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None, is_first: 
     meeting = Meeting(meeting_folder(directory.path), network=network, ports=launch.port_range or (0,),
                       attempt=attempt, is_first=is_first)  # fmt: skip
     try:
-        meeting.enter(timeout_s=launch.timeout_s, command={"sizes": sizes, "processes": launch.num_processes})
+        try:
+            meeting.enter(timeout_s=launch.timeout_s, command={"sizes": sizes, "processes": launch.num_processes})
+        except ValueError as error:
+            print(Problem("launch", str(error), "the same command, and the same time, on every node"), file=sys.stderr)
+            return Exit.CONFIGURATION
         remove_scratch(directory.path)
         with new_folder(directory.path) as scratch:
             entry = RoundEntry(config, meeting.folder)
             agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
             return agent.attend(meeting, network, sizes=sizes, timeout_s=launch.timeout_s)
-    except ValueError as error:
-        print(Problem("launch", str(error), "the same command, and the same time, on every node"), file=sys.stderr)
-        return Exit.CONFIGURATION
     except StoreLost:
         if directory.read_summary().get("status") == "running":
             directory.record_end(status="preempted", error=None)
