@@ -7,6 +7,7 @@ The benchmark measures from the command to the end of the first step, and from t
 sides are measured in this run, in turn, several times. The medians are compared.
 """
 
+import resource
 import statistics
 import subprocess
 import sys
@@ -199,14 +200,18 @@ def report_start() -> None:
 
 
 def report_sweep(num_jobs: int = 100) -> None:
-    """Print the seconds from the end of one job to the end of the next job, for the first and the last ten jobs."""
+    """Print the seconds from the end of one job to the end of the next, for the first and the last ten jobs, and the processor's."""
     with tempfile.TemporaryDirectory() as folder:
         short = ["trainer.max_epochs=null", "trainer.max_steps=5", "trainer.eval_every=null", "model=mlp"]
         line = [sys.executable, str(ROOT / "train.py"), "-m", f"seed=range({num_jobs})", *short, f"run.root={folder}"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(line, stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         ends = sorted(path.stat().st_mtime for path in Path(folder).glob("**/summary.json"))
     assert len(ends) == num_jobs
     spans = [after - before for before, after in pairwise(ends)]
+    print(f"  {'processor time of each job, start and end included':55} {busy_s / num_jobs:6.2f}")
     for name, some in (("first ten", spans[:10]), ("last ten", spans[-10:])):
         low, middle, high = statistics.quantiles(some, n=4)
         print(f"  {name:55} {middle:6.2f} [{low:.2f}..{high:.2f}]")
