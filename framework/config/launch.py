@@ -78,12 +78,12 @@ class LaunchSection(Section):
     )
     nnodes: int | str = setting(
         1,
-        "a number, or MIN:MAX if nodes may leave and join (docs/elastic.md); without Slurm, run the same command on each node",
+        "a number, or MIN:MAX if nodes may leave and join (docs/clusters.md); without Slurm, run the same command on each node",
     )
     max_restarts: Count = setting(
         3, "restarts of the worker group after a failure; a lost node, or a requeue of the job, does not count"
     )
-    ports: str | None = setting(None, "LOW-HIGH: the ports that a firewall between nodes allows (docs/elastic.md)")
+    ports: str | None = setting(None, "LOW-HIGH: the ports that a firewall between nodes allows (docs/clusters.md)")
     timeout_s: AboveZero = setting(
         600.0, "of one collective operation, then a message names the rank that hangs; also for enough nodes to join"
     )
