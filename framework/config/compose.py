@@ -192,11 +192,3 @@ def _changing(config: DictConfig, plain: dict[str, Any]) -> list[Problem]:
 
 _RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")  # in `${now:%Y}`
 _LATER = timedelta(days=400, hours=13, minutes=1, seconds=1, microseconds=1)  # each part of a date and a time differs
-
-
-def resolve_text(text: str) -> str:
-    """Return a text with its interpolations resolved, as in `${oc.env:NAME}`. Raise ValueError if this fails."""
-    try:
-        return str(OmegaConf.create({"text": text})["text"])
-    except OmegaConfBaseException as error:
-        raise ValueError(one_line(error)) from None

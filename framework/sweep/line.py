@@ -19,7 +19,7 @@ from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.sweep.space import EXAMPLE, Condition, Dimension, Space, Values, conditional_key, split_condition, swept_values
-from framework.sweep.sweeper import Sweeper, read_pruner, resolve_storage
+from framework.sweep.sweeper import Sweeper, read_pruner
 
 # --- `hydra.launcher` and `hydra.sweeper`
 
@@ -156,7 +156,7 @@ class Settings(NamedTuple):
                 nodes[section][name] = value
         kinds = {section: _kind(section, name, nodes[section]) for section, (name, _) in found.items()}
         if kinds["sweeper"] is Sweeper:
-            problems += [*read_pruner(nodes["sweeper"]), *resolve_storage(nodes["sweeper"])]
+            problems += read_pruner(nodes["sweeper"])
         for section, kind in kinds.items():
             problems += section_problems(kind, nodes[section], f"hydra.{section}", keys_of(kind, f"hydra.{section}."))
         if problems:

@@ -32,7 +32,6 @@ from framework.sweep.jobs import Job, problems_of
 from framework.sweep.line import Launcher, Multirun, SubmititSlurm, read
 from framework.sweep.pools import Pool, SlurmPool, submit_all
 from framework.sweep.space import Values
-from framework.sweep.workers import Worker
 
 if TYPE_CHECKING:
     from framework.sweep.search import Search
@@ -75,19 +74,14 @@ class Sweep:
             decides = [decides, spaces, self.multirun.sweeper.decisive()]
         return Path(self.jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several commands may work on the sweep at the same time."""
-        return self.multirun.sweeper is not None and self.multirun.sweeper.is_shared
-
-    def source(self, worker: Worker | None = None) -> JobSource:
-        """Return the source of the jobs. `worker` is this command, if the sweep is shared and its jobs must run."""
+    def source(self) -> JobSource:
+        """Return the source of the jobs."""
         if self.multirun.sweeper is None:
             return Grid(self.jobs)
         from framework.sweep.search import Search  # the import of Optuna takes a second
 
         saving = self.jobs[0].config.checkpoint
-        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory, worker=worker)
+        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory)
 
     def rows(self) -> list[TableRow]:
         """Return the states of the jobs. For a search, return the states of the trials that have been drawn."""
@@ -113,10 +107,8 @@ def print_sweep_plan(sweep: Sweep) -> int:
 
 
 def cancel_jobs(sweep: Sweep) -> int:
-    """Stop the commands that run the sweep, so that they start no more jobs, and then the jobs."""
-    commands = [path for path in (sweep.directory / "workers").glob("*") if path.is_dir() and not path.is_symlink()]
-    own = [RunDirectory(path) for path in (sweep.directory, *commands)]
-    return cancel([*own, *(row.directory for row in sweep.rows())])
+    """Stop the command that runs the sweep, so that it starts no more jobs, and then the jobs."""
+    return cancel([RunDirectory(sweep.directory), *(row.directory for row in sweep.rows())])
 
 
 def run_jobs(sweep: Sweep) -> int:
@@ -126,8 +118,7 @@ def run_jobs(sweep: Sweep) -> int:
     rehearsed: set[str] = set()
     if problems := problems_of(jobs, rehearsed=rehearsed):
         return print_problems(problems)
-    worker = Worker(directory) if sweep.is_shared else None
-    lock = worker or Lock(directory)
+    lock = Lock(directory)
     try:
         lock.take()
         line = [redact(text) for text in sweep.overrides]
@@ -138,7 +129,7 @@ def run_jobs(sweep: Sweep) -> int:
         LOGGER.error("the sweep's directory cannot be written: %s", error)
         return Exit.DISK
     try:
-        source = sweep.source(worker)
+        source = sweep.source()
         if on_slurm and not isinstance(multirun.launcher, SubmititSlurm):
             for job in [job for job in jobs if job.is_done]:
                 job.skip()
@@ -219,7 +210,7 @@ def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, d
     while not PREEMPTION.requested or pool.running:
         if due := _due(source, pool.room):
             pool.start(due)
-        if not pool.running and (PREEMPTION.requested or not source.is_waiting):
+        if not pool.running:
             break
         for job in pool.running:
             if source.is_hopeless(job):

@@ -1,19 +1,16 @@
-"""`hydra.sweeper` of a search: the number of trials, their draws, their pruning, their objectives, and their storage."""
+"""`hydra.sweeper` of a search: the number of trials, their draws, their pruning, and their objectives."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny
 
-from framework.config.compose import resolve_text
 from framework.config.schema import Count, Positive, Section, keys_of
 from framework.config.spelling import did_you_mean
 from framework.config.validation import section_problems
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.problem import Problem, shown
 
-JOURNAL = "journal"  # value of hydra.sweeper.storage: a file in the sweep's directory to which several commands append
 _NUM_TRIALS = 20
 
 # --- pruners, with Optuna's names for their parameters; a step is an optimizer step
@@ -149,12 +146,6 @@ class Sweeper(Section):
     sampler: Literal["tpe", "random", "grid"]
     pruner: SerializeAsAny[Pruner] | None
     objectives: list[str] | None
-    storage: str | None
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several commands may work on the search at the same time."""
-        return self.storage is not None
 
     @property
     def chosen_pruner(self) -> Pruner:
@@ -189,8 +180,6 @@ class Sweeper(Section):
         yield from self._objective_problems()
         if self.objectives and not isinstance(self.chosen_pruner, NoPruner):
             yield Problem("pruner", f"{self.chosen_pruner.name} cannot compare several objectives", "pruner=none")
-        if self.storage not in (None, JOURNAL):
-            yield from _storage_problems(str(self.storage))
 
     def _objective_problems(self) -> Iterator[Problem]:
         if self.objectives is None:
@@ -205,39 +194,3 @@ class Sweeper(Section):
             if not is_known or mode not in ("min", "max"):
                 expected = f"val/METRIC:min, val/METRIC:max, train/..., or {', '.join(_OF_SUMMARY)} with :min or :max"
                 yield Problem("objectives", f"{text} is not valid", expected)
-
-
-def resolve_storage(node: dict[str, Any]) -> list[Problem]:
-    """Resolve `storage=${oc.env:NAME}` in a sweeper's node: no command line may have a URL with a password. Return problems."""
-    if not isinstance(storage := node.get("storage"), str):
-        return []
-    try:
-        node["storage"] = resolve_text(storage)
-    except ValueError as error:
-        node["storage"] = None
-        return [Problem("hydra.sweeper.storage", "its interpolation does not resolve", str(error))]
-    return []
-
-
-def _storage_problems(storage: str) -> Iterator[Problem]:
-    try:
-        from sqlalchemy.engine import make_url
-        from sqlalchemy.exc import ArgumentError, NoSuchModuleError
-    except ImportError:  # it comes with Optuna; without Optuna, there is another problem
-        return
-    try:
-        url = make_url(storage)
-        dialect = url.get_dialect()
-        dialect.import_dbapi()
-        dialect().create_connect_args(url)
-        if url.get_backend_name() == "sqlite":
-            if url.database in (None, "", ":memory:"):
-                raise ArgumentError("a memory database keeps nothing")
-            if not Path(str(url.database)).absolute().parent.is_dir():
-                yield Problem("storage", f"{shown(storage)} is in a folder that does not exist", "a file in an existing folder")
-    except (ArgumentError, NoSuchModuleError):
-        expected = f"{JOURNAL}, or a URL as in postgresql://USER@HOST/DATABASE or sqlite:////PATH"
-        yield Problem("storage", f"{shown(storage)} is not valid", expected)
-    except ImportError as error:
-        expected = "install its package, or use another driver in the URL, as in mysql+pymysql://"
-        yield Problem("storage", f"there is no module {error.name} in this environment", expected)

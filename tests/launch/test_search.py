@@ -228,7 +228,7 @@ def test_a_trial_that_is_worse_than_the_others_is_stopped(tmp_path: Path) -> Non
     plan = swept(*line, "mode=plan", root=tmp_path / "runs")
     assert [text.split()[1] for text in plan.output.splitlines()[:-1]] == [row["state"] for row in rows]
     told = swept(*line, "mode=status", root=tmp_path / "runs").output
-    assert f"{len(pruned)} pruned" in told and told.count(" pruned ") == len(pruned) + 1, told
+    assert f"{len(pruned)} pruned" in told and told.count(" pruned") == len(pruned) + 1, told
 
 
 @pytest.mark.slow
