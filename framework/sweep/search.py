@@ -44,7 +44,7 @@ class Search:
         self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, monitor
         self._goals = self._sweeper.goals or [Objective(monitor, mode)]
         self.place = directory / "search.db"
-        self._study = open_study(self.place, goals=self._goals)
+        self._study = open_study(self.place, name=self._sweeper.study_name or "search", goals=self._goals)
         self._draws = TrialDraws(self._study, self._sweeper, multirun.space)
         self._waiting: list[tuple[Job, Trial]] = []  # drawn, but another trial with the same run is active
         self._running: dict[Job, Watched] = {}
@@ -71,8 +71,7 @@ class Search:
         for job, trial in self._waiting:
             if all(job.directory.path != other.directory.path for other in self._running):  # else it uses the other's result
                 self._waiting.remove((job, trial))
-                settings = self._sweeper.chosen_pruner
-                self._running[job] = Watched(trial, job.directory, monitor=self._monitor, settings=settings)
+                self._running[job] = Watched(trial, job.directory, monitor=self._monitor, pruner=self._sweeper.chosen_pruner)
                 return job
         return None
 

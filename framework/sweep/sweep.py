@@ -29,8 +29,9 @@ from framework.runtime.program import program, typed_override
 from framework.runtime.secrets import redact
 from framework.sweep.grid import Grid
 from framework.sweep.jobs import Job, problems_of
-from framework.sweep.line import Launcher, Multirun, SubmititSlurm, read
+from framework.sweep.line import Multirun, read
 from framework.sweep.pools import Pool, SlurmPool, submit_all
+from framework.sweep.settings import Launcher, SubmititSlurm
 from framework.sweep.space import Values
 
 if TYPE_CHECKING:
@@ -184,8 +185,10 @@ def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
 
 def _objective_problems(multirun: Multirun, job: Job) -> list[Problem]:
     """Return the problems of objectives that are not metrics of a run, with the check of checkpoint.monitor."""
-    found = []
-    for name in multirun.sweeper.metrics if multirun.sweeper is not None else []:
+    if multirun.sweeper is None:
+        return []
+    found = list(multirun.sweeper.direction_problems(job.config.checkpoint.direction))
+    for name in multirun.sweeper.metrics:
         problems = checked_line([*job.line, f"checkpoint.monitor={name}", "checkpoint.mode=min"]).problems
         found += [
             replace(problem, key="hydra.sweeper.objectives") for problem in problems if problem.key == "checkpoint.monitor"

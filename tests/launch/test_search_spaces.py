@@ -17,7 +17,7 @@ ANY_MODEL = [word for word in SEARCH if not word.startswith("model.")]
 
 @pytest.mark.slow
 def test_the_pareto_set_of_several_objectives_is_marked_and_told(tmp_path: Path) -> None:
-    line = [*ANY_MODEL[:-1], "model=mlp", "model.dim=4,16,64", "optimizer.lr=1e-5,1e-2", "hydra.sweeper.sampler=grid"]
+    line = [*ANY_MODEL[:-1], "model=mlp", "model.dim=4,16,64", "optimizer.lr=1e-5,1e-2", "hydra/sweeper/sampler=grid"]
     ended = swept(*line, "hydra.sweeper.objectives=[val/loss:min,parameters:min]", root=tmp_path / "runs")
     assert ended.code == 0, ended.output
     rows = table(ended)
@@ -52,7 +52,7 @@ def test_a_search_over_models_has_each_models_own_keys(tmp_path: Path) -> None:
         "model=mlp,cnn",
         "model.dim@mlp=8,16",
         "model.channels@cnn=[4],[8]",
-        "hydra.sweeper.pruner=asha",
+        "hydra/sweeper/pruner=asha",
         trials(8),
     ]
     ended = swept(*line, root=tmp_path / "runs")
@@ -73,10 +73,9 @@ def test_a_search_over_models_has_each_models_own_keys(tmp_path: Path) -> None:
 
 GRID = "params:\n  model: mlp,cnn\n  model.dim@mlp: 8,16\n  optimizer:\n    lr@model:cnn: 1e-3,1e-2\n"
 DRAWN = """\
-defaults: [optuna]
+defaults: [optuna, override sampler: random, override pruner: percentile]
 n_trials: 3
-sampler: random
-pruner: {name: percentile, percentile: 10}
+pruner: {percentile: 10}
 params:
   optimizer.lr: tag(log, interval(1e-4, 1e-1))
   model: mlp,cnn
@@ -129,6 +128,45 @@ def test_a_search_written_in_a_file_has_intervals_choices_and_conditions(tmp_pat
     longer = typed("-m", "hydra/sweeper=widths", "hydra.sweeper.n_trials=4", "mode=plan", *short, directory=tmp_path)
     assert longer.output.splitlines()[-1] == "1 of 4 trials are still to be drawn"
     assert yaml.safe_load(path.with_name("sweep.yaml").read_text())["line"][1] == "hydra/sweeper=widths"
+
+
+TEMPLATE = """\
+# @package _global_
+defaults:
+  - override /hydra/sweeper: optuna
+optimized_metric: "val/acc_best"
+hydra:
+  mode: "MULTIRUN"
+  sweeper:
+    _target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper
+    storage: null
+    study_name: null
+    n_jobs: 1
+    direction: maximize
+    n_trials: 2
+    sampler:
+      _target_: optuna.samplers.TPESampler
+      seed: 1234
+      n_startup_trials: 10
+    params:
+      optimizer.lr: interval(0.0001, 0.1)
+      global_batch_size: choice(32, 64)
+"""
+
+
+def test_a_search_file_of_lightning_hydra_template_runs_after_its_named_keys_are_changed(tmp_path: Path) -> None:
+    file = tmp_path / "conf" / "hparams_search" / "mnist_optuna.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(TEMPLATE)
+    line = ["hparams_search=mnist_optuna", "trainer.max_epochs=null", "trainer.max_steps=1", "rehearse=false"]
+    refused = typed(*line, directory=tmp_path)
+    assert refused.code == 78
+    assert refused.output == Says("optimized_metric: unknown key (a search improves checkpoint.monitor)")
+    file.write_text(TEMPLATE.replace('optimized_metric: "val/acc_best"', "checkpoint: {monitor: val/accuracy, mode: max}"))
+    ended = typed(*line, directory=tmp_path)
+    assert ended.code == 0 and "2 jobs: 2 finished" in ended.output, ended.output
+    named = typed(*line, "hydra.sweeper.study_name=other", "hydra.sweeper.n_jobs=2", "mode=plan", directory=tmp_path)
+    assert named.output.splitlines()[-1] == "2 of 2 trials are still to be drawn", named.output
 
 
 @pytest.mark.parametrize("text", ["params: {: \n", "params: {a: [\n", 'params: {seed: "0,1", seed: "2,3"}\n', "params: [a]\n",
