@@ -96,6 +96,17 @@ _NEEDLESS = {  # submitit's keys without an effect here
     "gpus_per_task": "gpus_per_node, since one task of each node starts all processes",
 }  # fmt: skip
 
+
+class OtherLauncher(Launcher):
+    """Another launcher of Hydra, which runs the jobs itself."""
+
+    node: dict[str, Any]
+
+    @property
+    def num_at_a_time(self) -> int:
+        return 1_000_000  # it decides
+
+
 _LAUNCHERS: dict[str, type[Launcher]] = {  # by `_target_`: the plug-in whose keys they take
     "hydra._internal.core_plugins.basic_launcher.BasicLauncher": Launcher,
     "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher": Joblib,
@@ -195,6 +206,11 @@ def _section(section: str, node: dict[str, Any]) -> tuple[Any, list[Problem]]:
     """Return the settings of a launcher or a sweeper, or their problems."""
     kinds = _KINDS[section]
     target = node.pop("_target_", None) or next(iter(kinds))
+    if section == "launcher" and target not in kinds:
+        from framework.sweep.hydra_pool import launcher_problems  # imported late: it imports all that runs a job
+
+        node["_target_"] = target
+        return OtherLauncher(node=node), launcher_problems(node)
     if (kind := kinds.get(target)) is None:
         return None, [Problem(f"hydra.{section}._target_", f"{shown(target)} is not known here", f"one of {', '.join(kinds)}")]
     node = {name: value for name, value in node.items() if value is not None or name in kind.model_fields}

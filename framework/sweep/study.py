@@ -73,7 +73,7 @@ class TrialDraws:
         return str(trial.suggest_float(name, values.low, values.high, step=values.step, log=values.log))
 
     def _sampler(self, number: int, dimension: Dimension) -> BaseSampler:
-        seed = int(digest_of([self._sweeper.sampler.get("seed"), number, dimension.name])[:8], 16)
+        seed = int(digest_of([self._sweeper.sampler, number, dimension.name])[:8], 16)
         if not self._sweeper.is_grid:
             return built_quietly({**self._sweeper.sampler, "seed": seed})  # type: ignore[no-any-return]
         values = self._grid[number % len(self._grid)]

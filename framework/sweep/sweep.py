@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
+from framework.cli.callbacks import multirun_callbacks
 from framework.cli.control import cancel
 from framework.cli.run import checked_line
 from framework.config.frozen_file import digest_of
@@ -31,13 +32,15 @@ from framework.sweep.grid import Grid
 from framework.sweep.jobs import Job, problems_of
 from framework.sweep.line import Multirun, read
 from framework.sweep.pools import Pool, SlurmPool, submit_all
-from framework.sweep.settings import Launcher, SubmititSlurm
+from framework.sweep.settings import Launcher, OtherLauncher, SubmititSlurm
 from framework.sweep.space import Values
 
 if TYPE_CHECKING:
+    from framework.sweep.hydra_pool import HydraPool
     from framework.sweep.search import Search
 
 JobSource: TypeAlias = "Grid | Search"  # the source of a sweep's jobs
+JobPool: TypeAlias = "Pool | SlurmPool | HydraPool"
 
 
 def sweep(overrides: list[str], problems: list[Problem]) -> int:
@@ -124,7 +127,7 @@ def run_jobs(sweep: Sweep) -> int:
         lock.take()
         line = [redact(text) for text in sweep.overrides]
         write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *line]}))
-        if multirun.num_at_a_time > 1:
+        if multirun.num_at_a_time > 1 and not isinstance(multirun.launcher, OtherLauncher):
             make_directory(directory / "logs")
     except OSError as error:
         LOGGER.error("the sweep's directory cannot be written: %s", error)
@@ -138,10 +141,15 @@ def run_jobs(sweep: Sweep) -> int:
             LOGGER.info("their states: %s mode=status %s", program(), typed_override("run.root", str(directory)))
             return _end(source, config.checkpoint, directory)
         size = max(1, min(multirun.num_at_a_time, source.num_left))
-        pool: Pool | SlurmPool = Pool(size=size, group=group, logs=directory / "logs", rehearsed=rehearsed)
+        pool: JobPool = Pool(size=size, group=group, logs=directory / "logs", rehearsed=rehearsed)
         if on_slurm:
             pool = SlurmPool(size=size, group=group, directory=directory)
-        return _run(source, pool, config.checkpoint, directory)
+        elif isinstance(multirun.launcher, OtherLauncher):
+            from framework.sweep.hydra_pool import HydraPool
+
+            pool = HydraPool(multirun.launcher.node, size=size, group=group, directory=directory)
+        with multirun_callbacks(jobs[0].line):
+            return _run(source, pool, config.checkpoint, directory)
     finally:
         lock.release()
 
@@ -179,7 +187,7 @@ def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
         what = "slurm, which returns at once, but a search needs results"
         return [Problem("launch", what, "hydra/launcher=submitit_slurm, which waits for them")]
     if type(multirun.launcher) is not Launcher:
-        return [Problem("hydra/launcher", "runs jobs on this machine, but launch=slurm runs them on others", "one of the two")]
+        return [Problem("hydra/launcher", "runs the jobs itself, but launch=slurm runs them on a cluster", "one of the two")]
     return []
 
 
@@ -207,7 +215,7 @@ def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], 
     return jobs, list(problems)
 
 
-def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, directory: Path) -> int:
+def _run(source: JobSource, pool: JobPool, saving: CheckpointSection, directory: Path) -> int:
     PREEMPTION.watch()
     _write(source.rows(), directory / "sweep.csv", write_csv)
     while not PREEMPTION.requested or pool.running:
