@@ -65,6 +65,8 @@ class Mine(Callback):
     def on_job_start(self, config, **_): self.note("job_start", config.hydra.job.name)
     def on_job_end(self, config, job_return, **_): self.note("job_end", job_return.status.name)
     def on_run_end(self, config, **_): self.note("run_end")
+    def on_multirun_start(self, config, **_): self.note("multirun_start")
+    def on_multirun_end(self, config, **_): self.note("multirun_end")
 """
 
 
@@ -79,11 +81,56 @@ def test_callbacks_are_called_once_around_a_run_on_two_processes(where: str, fol
     assert (folder / "calls").read_text().splitlines() == ["run_start 3", "job_start train", "job_end COMPLETED", "run_end"]
 
 
-def test_callbacks_are_called_around_each_job_of_a_sweep(folder: Path) -> None:
+@pytest.mark.parametrize("where", ["file", "line"])
+def test_callbacks_are_called_around_a_sweep_and_each_of_its_jobs(where: str, folder: Path) -> None:
     (folder / "mine.py").write_text(CALLBACK)
-    word = experiment(folder, "hydra: {callbacks: {mine: {_target_: mine.Mine, file: calls}}}")
+    in_file = experiment(folder, "hydra: {callbacks: {mine: {_target_: mine.Mine, file: calls}}}")
+    word = in_file if where == "file" else "+hydra.callbacks.mine={_target_:mine.Mine,file:calls}"
     assert run(folder, "-m", word, "seed=0,1").code == 0
-    assert (folder / "calls").read_text().splitlines() == 2 * ["job_start train", "job_end COMPLETED"]
+    jobs = 2 * ["job_start train", "job_end COMPLETED"]
+    assert (folder / "calls").read_text().splitlines() == ["multirun_start", *jobs, "multirun_end"]
+
+
+LAUNCHER = """from hydra.core.utils import run_job
+from hydra.plugins.launcher import Launcher
+class Mine(Launcher):
+    def __init__(self, note): self.note = note
+    def setup(self, *, hydra_context, task_function, config):
+        self.context, self.task, self.config = hydra_context, task_function, config
+    def launch(self, job_overrides, initial_job_idx):
+        ended = []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            config.hydra.job.num = number
+            with open(self.note, "a") as file: print(number, config.seed, file=file)
+            ended.append(run_job(self.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context))
+        return ended
+"""
+
+
+def test_another_launcher_of_hydra_runs_the_jobs(folder: Path) -> None:
+    (folder / "mine.py").write_text(LAUNCHER + CALLBACK.replace("Mine", "Called"))
+    path = folder / "conf" / "hydra" / "launcher" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("_target_: mine.Mine\nnote: ${hydra.sweep.dir}.txt\n")
+    line = ["-m", "hydra/launcher=mine", "seed=0,1,2", "+hydra.callbacks.one={_target_:mine.Called,file:calls}"]
+    assert run(folder, "seed=1").code == 0
+    ended = run(folder, *line)
+    assert ended.code == 0, ended.output
+    assert "3 jobs: 3 finished" in ended.output and ended.output.count("finished already") == 1
+    (note,) = folder.glob("runs/sweeps/*/launcher.txt")
+    assert note.read_text().splitlines() == ["0 0", "1 2"]
+    jobs = 2 * ["job_start train", "job_end COMPLETED"]
+    assert (folder / "calls").read_text().splitlines() == ["multirun_start", *jobs, "multirun_end"]
+    alone = run(folder, "seed=0")
+    assert alone.code == 0 and "finished already" in alone.output
+    failed = run(folder, *line[:2], "seed=0,1", "optimizer=sgd", "optimizer.lr=1e30")
+    assert failed.code == 70 and "2 of 2 jobs failed" in failed.output
+    path.write_text("_target_: builtins.dict\n")
+    assert run(folder, *line).output == Says("hydra.launcher._target_: builtins.dict is not a launcher ...")
+    path.write_text("_target_: mine.Mine\nnot: x\n")
+    misspelt = run(folder, *line)
+    assert (misspelt.code, misspelt.output.splitlines()[0]) == (78, Says("hydra.launcher.not: unknown key ... note?"))
 
 
 def test_values_of_hydra_resolve(folder: Path) -> None:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HYDRA = {
     "train.py",
     "framework/cli/callbacks.py",
+    "framework/sweep/hydra_pool.py",
     *(
         f"framework/config/{part}.py"
         for part in ("compose", "hydra_compose", "hydra_settings", "overrides", "stored", "targets")

@@ -1,4 +1,4 @@
-"""Hydra's callbacks (`hydra.callbacks`) around a run or a job of a sweep."""
+"""Hydra's callbacks (`hydra.callbacks`) around a run, a sweep, or a job of a sweep."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,3 +36,18 @@ def callbacks(overrides: list[str], *, rank: int, is_job: bool) -> Iterator[JobR
         found.on_job_end(config=config, job_return=ended)
         if not is_job:
             found.on_run_end(config=config, config_name=config_name())
+
+
+@contextmanager
+def multirun_callbacks(overrides: list[str]) -> Iterator[None]:
+    """Call `hydra.callbacks` before and after a sweep: on_multirun_start, on_multirun_end. `overrides` is a job's line."""
+    if not OmegaConf.select(config := with_hydra(overrides), "hydra.callbacks"):
+        yield
+        return
+    enter_project()
+    found = Callbacks(config)
+    found.on_multirun_start(config=config, config_name=config_name())
+    try:
+        yield
+    finally:
+        found.on_multirun_end(config=config, config_name=config_name())

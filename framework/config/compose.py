@@ -71,12 +71,12 @@ def as_yaml(overrides: list[str], *, resolve: bool) -> str:
     return OmegaConf.to_yaml(config, resolve=resolve)
 
 
-def launcher_and_sweeper(overrides: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return Hydra's launcher and sweeper from the chosen files and the command line: the option's name and its keys."""
+def launcher_and_sweeper(overrides: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the nodes of Hydra's launcher and sweeper from the chosen files and the options on the command line."""
     choices, _, _ = sort_overrides(overrides)
     hydras = compose_files([*choices, *(text for text in overrides if text.startswith("hydra/"))]).hydra
     plain: Any = OmegaConf.to_container(hydras)
-    return {name: (plain["runtime"]["choices"][f"hydra/{name}"], plain[name]) for name in ("launcher", "sweeper")}
+    return {name: plain[name] for name in ("launcher", "sweeper")}
 
 
 def with_hydra(overrides: list[str]) -> DictConfig:
@@ -192,11 +192,3 @@ def _changing(config: DictConfig, plain: dict[str, Any]) -> list[Problem]:
 
 _RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")  # in `${now:%Y}`
 _LATER = timedelta(days=400, hours=13, minutes=1, seconds=1, microseconds=1)  # each part of a date and a time differs
-
-
-def resolve_text(text: str) -> str:
-    """Return a text with its interpolations resolved, as in `${oc.env:NAME}`. Raise ValueError if this fails."""
-    try:
-        return str(OmegaConf.create({"text": text})["text"])
-    except OmegaConfBaseException as error:
-        raise ValueError(one_line(error)) from None

@@ -8,8 +8,6 @@ from framework.sweep.jobs import Job, exit_code
 class Grid:
     """The jobs of a command line with several values."""
 
-    is_waiting = False  # a grid never waits for a run of another command
-
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
         self._on_slurm = jobs[0].config.launch.kind == "slurm"

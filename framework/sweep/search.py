@@ -1,7 +1,6 @@
 """A search. Optuna draws the parameters in this process; a trial is a run, and its objective is checkpoint.monitor."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -18,10 +17,9 @@ from framework.runtime.log import LOGGER
 from framework.sweep.jobs import Job, exit_code
 from framework.sweep.line import Multirun
 from framework.sweep.space import Values
-from framework.sweep.study import TrialDraws, disk_errors, open_study, place_of_study
+from framework.sweep.study import TrialDraws, disk_errors, open_study
 from framework.sweep.sweeper import Objective
 from framework.sweep.watched import Watched
-from framework.sweep.workers import Worker
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -39,29 +37,25 @@ def _stored(method: Callable[Concatenate["Search", _P], _R]) -> Callable[Concate
 
 
 class Search:
-    """The trials, in Optuna's storage. So a killed search can continue, and several commands can share a search."""
+    """The trials, in Optuna's storage. So a killed search can continue."""
 
-    def __init__(self, multirun: Multirun, *, monitor: str, mode: str, directory: Path, worker: Worker | None = None) -> None:
-        """Open the search. `worker` is this command, if several commands may share the search."""
+    def __init__(self, multirun: Multirun, *, monitor: str, mode: str, directory: Path) -> None:
         assert multirun.sweeper is not None
         self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, monitor
         self._goals = self._sweeper.goals or [Objective(monitor, mode)]
-        self._worker = worker
-        self.place = place_of_study(self._sweeper.storage, directory)
-        with worker.alone() if worker is not None else nullcontext():
-            self._study = open_study(self._sweeper, directory=directory, goals=self._goals)
+        self.place = directory / "search.db"
+        self._study = open_study(self.place, name=self._sweeper.study_name or "search", goals=self._goals)
         self._draws = TrialDraws(self._study, self._sweeper, multirun.space)
         self._waiting: list[tuple[Job, Trial]] = []  # drawn, but another trial with the same run is active
         self._running: dict[Job, Watched] = {}
         self._had: set[int] = set()  # the numbers of the trials that this command has run
-        self._said: set[int] = set()  # the numbers of the trials that wait for another command
         self._codes: list[int] = []
         self._checked: dict[int, Draft] = {}
         self._trials()  # finds a damaged file now
 
     @_stored
     def _trials(self) -> list[FrozenTrial]:
-        """Return the trials, without trials beyond n_trials that another command has started. These wait for more n_trials."""
+        """Return the trials, without a trial that was killed before it drew, if there are more than n_trials by now."""
         num_trials = self._multirun.num_trials
         return [trial for trial in self._study.trials if trial.number < num_trials or trial.params]
 
@@ -70,30 +64,16 @@ class Search:
         trials = self._trials()
         return max(self._multirun.num_trials, len(trials)) - sum(trial.state.is_finished() for trial in trials)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a trial waits for its run, which another command is running."""
-        return bool(self._waiting)
-
     @_stored
     def next(self) -> Job | None:
         if not self._waiting and (drawn := self._drawn()) is not None:
             self._waiting.append(drawn)
         for job, trial in self._waiting:
-            if not self._is_at_work(job):  # of two trials with the same run, the second uses the first's result
+            if all(job.directory.path != other.directory.path for other in self._running):  # else it uses the other's result
                 self._waiting.remove((job, trial))
-                settings = self._sweeper.chosen_pruner
-                self._running[job] = Watched(trial, job.directory, monitor=self._monitor, settings=settings)
+                self._running[job] = Watched(trial, job.directory, monitor=self._monitor, pruner=self._sweeper.chosen_pruner)
                 return job
-            if not self._running and trial.number not in self._said:
-                self._said.add(trial.number)
-                LOGGER.info("waiting for %s, which another command is running, in %s", job, job.directory.path)
         return None
-
-    def _is_at_work(self, job: Job) -> bool:
-        """Return whether the job's run is active, here or in another command. (The submission finds active Slurm jobs.)"""
-        is_ours = any(job.directory.path == other.directory.path for other in self._running)
-        return is_ours or (job.config.launch.kind != "slurm" and job.directory.state == "running")
 
     def _drawn(self) -> tuple[Job, Trial] | None:
         while (trial := self._next_trial()) is not None:
@@ -112,22 +92,14 @@ class Search:
         num_trials = self._multirun.num_trials
         for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
             is_needed = frozen.number < num_trials or frozen.params
-            if is_needed and frozen.number not in self._had and self._has_claimed(frozen.number):
-                # Optuna's own id of a trial in the storage, which no public function returns
-                trial = Trial(self._study, frozen._trial_id)
-                if _is_open(trial):
-                    return trial
-        while len(self._study.trials) < num_trials:
-            trial = self._study.ask()
-            if trial.number < num_trials and self._has_claimed(trial.number):
-                return trial
-        return None
-
-    def _has_claimed(self, number: int) -> bool:
-        if self._worker is not None and not self._worker.claim(number):
-            return False
-        self._had.add(number)
-        return True
+            if is_needed and frozen.number not in self._had:
+                self._had.add(frozen.number)
+                return Trial(self._study, frozen._trial_id)  # Optuna's own id, which no public function returns
+        if len(self._study.trials) >= num_trials:
+            return None
+        trial = self._study.ask()
+        self._had.add(trial.number)
+        return trial
 
     @_stored
     def is_hopeless(self, job: Job) -> bool:
@@ -137,11 +109,6 @@ class Search:
     def note(self, job: Job) -> None:
         """Report the end of a trial to Optuna. Do not report an interrupted trial, so that it is continued."""
         watched = self._running.pop(job)
-        if not _is_open(watched.trial):  # another command has taken it over, while this command was frozen
-            return
-        if job.code == Exit.FAILED and job.directory.state in ("running", "finished"):  # another command was faster
-            self._waiting.append((replace(job, code=None), watched.trial))
-            return
         self._codes.append(job.code if job.code is not None else Exit.FAILED)
         values = self._values_of(job.directory)
         if watched.is_hopeless():  # even if it ended before it was stopped: the next draw must depend
@@ -192,7 +159,3 @@ class Search:
         """The exit code. It is 0 if any trial has finished, because failures are a part of a search."""
         is_won = any(trial.state == TrialState.COMPLETE for trial in self._trials())
         return Exit.FINISHED if is_won and Exit.PREEMPTED not in self._codes else exit_code(self._codes)
-
-
-def _is_open(trial: Trial) -> bool:
-    return trial.storage.get_trial(trial._trial_id).state == TrialState.RUNNING

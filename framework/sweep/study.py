@@ -1,78 +1,43 @@
-"""Optuna's study of a search: its storage, the draws of its trials, and their pruning."""
+"""Optuna's study of a search: its storage, and the draws of its trials."""
 
-import os
-import secrets
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.exceptions import ExperimentalWarning, OptunaError
-from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, PatientPruner, PercentilePruner
-from optuna.pruners import SuccessiveHalvingPruner as AshaPruner
-from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.exceptions import OptunaError
+from optuna.pruners import NopPruner
+from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import Trial
 from sqlalchemy.exc import SQLAlchemyError
 
 from framework.config.frozen_file import digest_of
 from framework.runtime.exits import DiskFailed
-from framework.runtime.secrets import redact
 from framework.sweep.space import Dimension, Interval, Space, Values
-from framework.sweep.sweeper import JOURNAL, Objective, Pruner, Sweeper
+from framework.sweep.sweeper import Objective, Sweeper, built_quietly
 
 # --- the storage
 
 
-def place_of_study(storage: str | None, directory: Path) -> Path | str:
-    """Return the file of the study in the sweep's directory, or the URL of its database."""
-    if storage is None:
-        return directory / "search.db"
-    return directory / f"search{_JOURNAL}" if storage == JOURNAL else storage
-
-
-_JOURNAL = ".journal"
-
-
-def open_study(sweeper: Sweeper, *, directory: Path, goals: list[Objective]) -> Study:
-    """Open the study. Create it if it does not exist."""
-    place = place_of_study(sweeper.storage, directory)
-    name = "search" if isinstance(place, Path) else _name_in_database(directory)
+def open_study(place: Path, *, name: str, goals: list[Objective]) -> Study:
+    """Open the study in an SQLite file. Create it if it does not exist."""
     directions = [StudyDirection.MAXIMIZE if goal.mode == "max" else StudyDirection.MINIMIZE for goal in goals]
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with disk_errors(place):
-        return optuna.create_study(storage=_storage(place), study_name=name, directions=directions, load_if_exists=True)
-
-
-def _name_in_database(directory: Path) -> str:
-    """Return the study's name. It belongs to this directory, with its runs and its workers' claims, whatever the path is."""
-    link = directory / "study"
-    with suppress(FileExistsError):
-        os.symlink(f"sweep-{directory.name}-{secrets.token_hex(4)}", link)
-    return os.readlink(link)
-
-
-def _storage(place: Path | str) -> BaseStorage:
-    if isinstance(place, Path) and place.suffix == _JOURNAL:
-        return JournalStorage(JournalFileBackend(str(place)))
-    url = place if isinstance(place, str) else f"sqlite:///{place}"
-    return RDBStorage(url, engine_kwargs={} if url.startswith("sqlite") else {"pool_pre_ping": True})
+        return optuna.create_study(storage=f"sqlite:///{place}", study_name=name, directions=directions, load_if_exists=True)
 
 
 @contextmanager
-def disk_errors(place: Path | str) -> Iterator[None]:
-    """Raise DiskFailed for errors of a storage. For a journal, this includes damaged lines."""
-    of_journal = (OSError, ValueError) if str(place).endswith(_JOURNAL) else ()
+def disk_errors(place: Path) -> Iterator[None]:
+    """Raise DiskFailed for errors of a storage."""
     try:
         yield
-    except (SQLAlchemyError, OptunaError, *of_journal) as error:
-        ours = "; without it the search starts again, and reuses its runs" if isinstance(place, Path) else ""
-        raise DiskFailed(redact(f"{place} cannot be used ({str(error).splitlines()[0]}){ours}")) from None
+    except (SQLAlchemyError, OptunaError) as error:
+        text = f"{place} cannot be used ({str(error).splitlines()[0]}); without it the search starts again, and reuses its runs"
+        raise DiskFailed(text) from None
 
 
 # --- the draws of trials
@@ -86,7 +51,7 @@ class TrialDraws:
 
     def __init__(self, study: Study, sweeper: Sweeper, space: Space) -> None:
         self._study, self._sweeper, self._space = study, sweeper, space
-        self._grid = space.combinations() if sweeper.sampler == "grid" else []
+        self._grid = space.combinations() if sweeper.is_grid else []
 
     def values(self, trial: Trial) -> Values:
         """Draw a trial's values. Keep values that were drawn before an interruption."""
@@ -108,33 +73,10 @@ class TrialDraws:
         return str(trial.suggest_float(name, values.low, values.high, step=values.step, log=values.log))
 
     def _sampler(self, number: int, dimension: Dimension) -> BaseSampler:
-        seed = int(digest_of([self._sweeper.seed, number, dimension.name])[:8], 16)
-        if self._sweeper.sampler == "tpe":
-            return TPESampler(seed=seed)
-        if self._sweeper.sampler == "random":
-            return RandomSampler(seed)
+        seed = int(digest_of([self._sweeper.sampler, number, dimension.name])[:8], 16)
+        if not self._sweeper.is_grid:
+            return built_quietly({**self._sweeper.sampler, "seed": seed})  # type: ignore[no-any-return]
         values = self._grid[number % len(self._grid)]
         fixed: dict[str, Any] = {one.name: values[one.key] for one in self._space.dimensions if one.applies(values)}
-        with _experimental():
-            return PartialFixedSampler(fixed, RandomSampler(seed))
-
-
-# --- the pruning
-
-_PRUNERS: dict[str, Callable[..., BasePruner]] = {
-    "median": MedianPruner, "percentile": PercentilePruner, "asha": AshaPruner, "hyperband": HyperbandPruner,
-    "patient": partial(PatientPruner, None), "none": NopPruner,
-}  # fmt: skip
-
-
-def pruner(settings: Pruner) -> BasePruner:
-    """Return a new pruner. (Optuna's pruners remember what they have seen, but a killed search would have forgotten it.)"""
-    with _experimental():
-        return _PRUNERS[settings.name](**settings.model_dump(exclude={"name"}))
-
-
-@contextmanager
-def _experimental() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        yield
+        target = "optuna.samplers.PartialFixedSampler"
+        return built_quietly({"_target_": target, "fixed_params": fixed, "base_sampler": RandomSampler(seed)})  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
+from framework.cli.callbacks import multirun_callbacks
 from framework.cli.control import cancel
 from framework.cli.run import checked_line
 from framework.config.frozen_file import digest_of
@@ -29,15 +30,17 @@ from framework.runtime.program import program, typed_override
 from framework.runtime.secrets import redact
 from framework.sweep.grid import Grid
 from framework.sweep.jobs import Job, problems_of
-from framework.sweep.line import Launcher, Multirun, SubmititSlurm, read
+from framework.sweep.line import Multirun, read
 from framework.sweep.pools import Pool, SlurmPool, submit_all
+from framework.sweep.settings import Launcher, OtherLauncher, SubmititSlurm
 from framework.sweep.space import Values
-from framework.sweep.workers import Worker
 
 if TYPE_CHECKING:
+    from framework.sweep.hydra_pool import HydraPool
     from framework.sweep.search import Search
 
 JobSource: TypeAlias = "Grid | Search"  # the source of a sweep's jobs
+JobPool: TypeAlias = "Pool | SlurmPool | HydraPool"
 
 
 def sweep(overrides: list[str], problems: list[Problem]) -> int:
@@ -75,19 +78,14 @@ class Sweep:
             decides = [decides, spaces, self.multirun.sweeper.decisive()]
         return Path(self.jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several commands may work on the sweep at the same time."""
-        return self.multirun.sweeper is not None and self.multirun.sweeper.is_shared
-
-    def source(self, worker: Worker | None = None) -> JobSource:
-        """Return the source of the jobs. `worker` is this command, if the sweep is shared and its jobs must run."""
+    def source(self) -> JobSource:
+        """Return the source of the jobs."""
         if self.multirun.sweeper is None:
             return Grid(self.jobs)
         from framework.sweep.search import Search  # the import of Optuna takes a second
 
         saving = self.jobs[0].config.checkpoint
-        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory, worker=worker)
+        return Search(self.multirun, monitor=saving.monitor, mode=saving.direction, directory=self.directory)
 
     def rows(self) -> list[TableRow]:
         """Return the states of the jobs. For a search, return the states of the trials that have been drawn."""
@@ -113,10 +111,8 @@ def print_sweep_plan(sweep: Sweep) -> int:
 
 
 def cancel_jobs(sweep: Sweep) -> int:
-    """Stop the commands that run the sweep, so that they start no more jobs, and then the jobs."""
-    commands = [path for path in (sweep.directory / "workers").glob("*") if path.is_dir() and not path.is_symlink()]
-    own = [RunDirectory(path) for path in (sweep.directory, *commands)]
-    return cancel([*own, *(row.directory for row in sweep.rows())])
+    """Stop the command that runs the sweep, so that it starts no more jobs, and then the jobs."""
+    return cancel([RunDirectory(sweep.directory), *(row.directory for row in sweep.rows())])
 
 
 def run_jobs(sweep: Sweep) -> int:
@@ -126,19 +122,18 @@ def run_jobs(sweep: Sweep) -> int:
     rehearsed: set[str] = set()
     if problems := problems_of(jobs, rehearsed=rehearsed):
         return print_problems(problems)
-    worker = Worker(directory) if sweep.is_shared else None
-    lock = worker or Lock(directory)
+    lock = Lock(directory)
     try:
         lock.take()
         line = [redact(text) for text in sweep.overrides]
         write_atomically(directory / "sweep.yaml", yaml.safe_dump({"line": ["-m", *line]}))
-        if multirun.num_at_a_time > 1:
+        if multirun.num_at_a_time > 1 and not isinstance(multirun.launcher, OtherLauncher):
             make_directory(directory / "logs")
     except OSError as error:
         LOGGER.error("the sweep's directory cannot be written: %s", error)
         return Exit.DISK
     try:
-        source = sweep.source(worker)
+        source = sweep.source()
         if on_slurm and not isinstance(multirun.launcher, SubmititSlurm):
             for job in [job for job in jobs if job.is_done]:
                 job.skip()
@@ -146,10 +141,15 @@ def run_jobs(sweep: Sweep) -> int:
             LOGGER.info("their states: %s mode=status %s", program(), typed_override("run.root", str(directory)))
             return _end(source, config.checkpoint, directory)
         size = max(1, min(multirun.num_at_a_time, source.num_left))
-        pool: Pool | SlurmPool = Pool(size=size, group=group, logs=directory / "logs", rehearsed=rehearsed)
+        pool: JobPool = Pool(size=size, group=group, logs=directory / "logs", rehearsed=rehearsed)
         if on_slurm:
             pool = SlurmPool(size=size, group=group, directory=directory)
-        return _run(source, pool, config.checkpoint, directory)
+        elif isinstance(multirun.launcher, OtherLauncher):
+            from framework.sweep.hydra_pool import HydraPool
+
+            pool = HydraPool(multirun.launcher.node, size=size, group=group, directory=directory)
+        with multirun_callbacks(jobs[0].line):
+            return _run(source, pool, config.checkpoint, directory)
     finally:
         lock.release()
 
@@ -187,14 +187,16 @@ def _launch_problems(multirun: Multirun, jobs: list[Job]) -> list[Problem]:
         what = "slurm, which returns at once, but a search needs results"
         return [Problem("launch", what, "hydra/launcher=submitit_slurm, which waits for them")]
     if type(multirun.launcher) is not Launcher:
-        return [Problem("hydra/launcher", "runs jobs on this machine, but launch=slurm runs them on others", "one of the two")]
+        return [Problem("hydra/launcher", "runs the jobs itself, but launch=slurm runs them on a cluster", "one of the two")]
     return []
 
 
 def _objective_problems(multirun: Multirun, job: Job) -> list[Problem]:
     """Return the problems of objectives that are not metrics of a run, with the check of checkpoint.monitor."""
-    found = []
-    for name in multirun.sweeper.metrics if multirun.sweeper is not None else []:
+    if multirun.sweeper is None:
+        return []
+    found = list(multirun.sweeper.direction_problems(job.config.checkpoint.direction))
+    for name in multirun.sweeper.metrics:
         problems = checked_line([*job.line, f"checkpoint.monitor={name}", "checkpoint.mode=min"]).problems
         found += [
             replace(problem, key="hydra.sweeper.objectives") for problem in problems if problem.key == "checkpoint.monitor"
@@ -213,13 +215,13 @@ def _composed(multirun: Multirun, all_values: list[Values]) -> tuple[list[Job], 
     return jobs, list(problems)
 
 
-def _run(source: JobSource, pool: Pool | SlurmPool, saving: CheckpointSection, directory: Path) -> int:
+def _run(source: JobSource, pool: JobPool, saving: CheckpointSection, directory: Path) -> int:
     PREEMPTION.watch()
     _write(source.rows(), directory / "sweep.csv", write_csv)
     while not PREEMPTION.requested or pool.running:
         if due := _due(source, pool.room):
             pool.start(due)
-        if not pool.running and (PREEMPTION.requested or not source.is_waiting):
+        if not pool.running:
             break
         for job in pool.running:
             if source.is_hopeless(job):

@@ -1,114 +1,16 @@
-"""`hydra.sweeper` of a search: the number of trials, their draws, their pruning, their objectives, and their storage."""
+"""`hydra.sweeper` of a search: the number of trials, their draws, their pruning, and their objectives."""
 
+import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field, SerializeAsAny
-
-from framework.config.compose import resolve_text
-from framework.config.schema import Count, Positive, Section, keys_of
-from framework.config.spelling import did_you_mean
-from framework.config.validation import section_problems
+from framework.config.schema import Node, Positive, Section
+from framework.config.targets import instantiated, locate, signature_of
+from framework.config.validation import component_problems
 from framework.runs.metrics_file import MACHINE
-from framework.runtime.problem import Problem, shown
+from framework.runtime.problem import Problem, missing_extra, shown
 
-JOURNAL = "journal"  # value of hydra.sweeper.storage: a file in the sweep's directory to which several commands append
 _NUM_TRIALS = 20
-
-# --- pruners, with Optuna's names for their parameters; a step is an optimizer step
-
-
-class Pruner(Section):
-    """A rule that stops trials early."""
-
-    name: str
-
-
-class NoPruner(Pruner):
-    """A pruner that stops no trial."""
-
-
-class Median(Pruner):
-    """A pruner that stops a trial if its best evaluation is worse than the median of the other trials at the same step."""
-
-    n_startup_trials: Count = 5
-    n_warmup_steps: Count = 0
-    interval_steps: Positive = 1
-    n_min_trials: Positive = 1
-
-
-class Percentile(Median):
-    """A pruner like Median that keeps the trials in the best `percentile` percent."""
-
-    percentile: Annotated[float, Field(ge=0, le=100)] = 25.0
-
-
-class _Halving(Pruner):
-    bootstrap_count: Count = 0
-
-    def rules(self) -> Iterator[Problem]:
-        budget = "min_resource" if isinstance(self, Asha) else "max_resource"
-        if self.bootstrap_count and getattr(self, budget) == "auto":
-            yield Problem("bootstrap_count", f"{self.bootstrap_count} needs {budget}", f"{budget}=STEPS")
-
-
-class Asha(_Halving):
-    """Asynchronous successive halving: of the trials that reach a rung, the best 1/reduction_factor continue."""
-
-    min_resource: Positive | Literal["auto"] = "auto"
-    reduction_factor: Annotated[int, Field(ge=2)] = 4
-    min_early_stopping_rate: Count = 0
-
-
-class Hyperband(_Halving):
-    """Several successive halvings, which start to prune at different steps."""
-
-    min_resource: Positive = 1
-    max_resource: Positive | Literal["auto"] = "auto"
-    reduction_factor: Annotated[int, Field(ge=2)] = 3
-
-    def rules(self) -> Iterator[Problem]:
-        yield from super().rules()
-        if isinstance(self.max_resource, int) and self.max_resource < self.min_resource:
-            yield Problem("max_resource", f"{self.max_resource} is less than min_resource={self.min_resource}", "at least that")
-
-
-class Patient(Pruner):
-    """A pruner that stops a trial without an improvement of `min_delta` in `patience` evaluations."""
-
-    patience: Count
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-
-
-_PRUNERS: dict[str, type[Pruner]] = {
-    "median": Median, "percentile": Percentile, "asha": Asha, "hyperband": Hyperband, "patient": Patient, "none": NoPruner,
-}  # fmt: skip
-
-
-def read_pruner(node: dict[str, Any]) -> list[Problem]:
-    """Replace `pruner` (a name, or `{name: NAME, ...}`) and `pruner.KEY` in a sweeper's node by a Pruner. Return problems."""
-    chosen = node.pop("pruner", None)
-    values = dict(chosen) if isinstance(chosen, dict) else {} if chosen is None else {"name": chosen}
-    values |= {name.removeprefix("pruner."): node.pop(name) for name in [*node] if name.startswith("pruner.")}
-    node["pruner"], problems = _pruner(**{str(name): value for name, value in values.items()}) if values else (None, [])
-    return problems
-
-
-def _pruner(name: Any = "median", **parameters: Any) -> tuple[Pruner | None, list[Problem]]:
-    key = "hydra.sweeper.pruner"
-    if not isinstance(name, str) or name not in _PRUNERS:
-        meant = did_you_mean(str(name), list(_PRUNERS))
-        return None, [Problem(key, f"{shown(name)} is not valid", f"one of {', '.join(_PRUNERS)}; {meant}".rstrip("; "))]
-    kind = _PRUNERS[name]
-    known = [field for field in kind.model_fields if field != "name"]
-    expected = f"{name} has {', '.join(known)}" if known else f"pruner={name} has no keys"
-    problems = [Problem(f"{key}.{one}", "unknown key", did_you_mean(one, known) or expected)
-                for one in parameters if one not in known]  # fmt: skip
-    values = {"name": name, **parameters}
-    problems = problems or section_problems(kind, values, key, keys_of(kind, f"{key}."))
-    return (None if problems else kind.model_validate(values)), problems
-
 
 # --- objectives
 
@@ -140,26 +42,35 @@ _SPLITS = ("train", "val")
 
 # --- the section
 
+_GRID, _NONE, _MEDIAN = "optuna.samplers.GridSampler", "optuna.pruners.NopPruner", "optuna.pruners.MedianPruner"
+_LEFT_OUT = {  # these samplers would draw otherwise after a kill, or do not work here
+    "CmaEsSampler": "keeps its state in a pickle",
+    "GPSampler": "starts torch's threads in the process that forks the jobs",
+    "QMCSampler": "counts its draws, also those of killed trials",
+    "BruteForceSampler": "ends a search itself; hydra/sweeper/sampler=grid does the same",
+}
+
 
 class Sweeper(Section):
-    """The settings of a search: how it draws its trials."""
+    """The settings of a search: how it draws its trials. The keys are those of hydra-optuna-sweeper, and `objectives`."""
 
     n_trials: Positive | None
-    seed: Count
-    sampler: Literal["tpe", "random", "grid"]
-    pruner: SerializeAsAny[Pruner] | None
+    n_jobs: Positive | None
+    study_name: str | None
+    direction: str | list[str] | None
+    sampler: dict[str, Any]
+    pruner: dict[str, Any] | None
     objectives: list[str] | None
-    storage: str | None
 
     @property
-    def is_shared(self) -> bool:
-        """Whether several commands may work on the search at the same time."""
-        return self.storage is not None
+    def is_grid(self) -> bool:
+        """Whether the search is every combination of the values, in order."""
+        return bool(self.sampler.get("_target_") == _GRID)
 
     @property
-    def chosen_pruner(self) -> Pruner:
-        """The pruner. The default is `median` with one objective, and no pruner with several."""
-        return self.pruner or (NoPruner(name="none") if self.objectives else Median(name="median"))
+    def chosen_pruner(self) -> Node:
+        """The pruner. The default is the median with one objective, and no pruner with several."""
+        return self.pruner or {"_target_": _NONE if self.objectives else _MEDIAN}
 
     @property
     def goals(self) -> list[Objective]:
@@ -173,24 +84,47 @@ class Sweeper(Section):
 
     def num_trials(self, num_combinations: int) -> int:
         """Return the number of trials. `num_combinations` is the number of combinations in a grid."""
-        if self.sampler == "grid":
+        if self.is_grid:
             return min(self.n_trials or num_combinations, num_combinations)
         return self.n_trials or _NUM_TRIALS
 
     def decisive(self) -> dict[str, Any]:
         """Return the settings that distinguish this search from other searches."""
-        pruner = self.chosen_pruner
-        changed = pruner.model_dump(exclude={"name"}, exclude_defaults=True)
-        others = {"objectives": self.objectives, "pruner_settings": changed}
-        given = {name: value for name, value in others.items() if value}
-        return {"seed": self.seed, "sampler": self.sampler, "pruner": pruner.name, **given}
+        given = {"sampler": self.sampler, "pruner": self.chosen_pruner}
+        return given | {"objectives": self.objectives, "study_name": self.study_name}
 
     def rules(self) -> Iterator[Problem]:
         yield from self._objective_problems()
-        if self.objectives and not isinstance(self.chosen_pruner, NoPruner):
-            yield Problem("pruner", f"{self.chosen_pruner.name} cannot compare several objectives", "pruner=none")
-        if self.storage not in (None, JOURNAL):
-            yield from _storage_problems(str(self.storage))
+        if missing_extra("sampler", "search"):  # the check of the line names it
+            return
+        yield from self._sampler_problems()
+        pruner = self.chosen_pruner
+        least, most = pruner.get("min_resource", 1), pruner.get("max_resource")
+        if isinstance(least, int) and isinstance(most, int) and most < least:  # Optuna finds it in the middle of a search
+            yield Problem("pruner.max_resource", f"{most} is less than min_resource={least}", "at least that")
+        if self.objectives and pruner.get("_target_") != _NONE:
+            yield Problem("pruner", "cannot compare several objectives", "hydra/sweeper/pruner=none")
+        yield from _component_problems("pruner", pruner)
+
+    def _sampler_problems(self) -> Iterator[Problem]:
+        target = str(self.sampler.get("_target_"))
+        if why := _LEFT_OUT.get(target.removeprefix("optuna.samplers.")):
+            yield Problem("sampler", f"{target} {why}", "hydra/sweeper/sampler=tpe, random or grid")
+        elif self.is_grid:  # the swept keys are its search_space
+            yield from component_problems("sampler", {**self.sampler, "_partial_": True}, known=[])
+        elif not (found := list(_component_problems("sampler", self.sampler))) and "seed" not in signature_of(target).arguments:
+            yield Problem("sampler", f"{target} has no argument seed", "one that draws the same from the same seed")
+        else:
+            yield from found
+
+    def direction_problems(self, mode: str) -> Iterator[Problem]:
+        """Yield a problem if `direction` is not the direction in which the search goes. `mode` is the monitor's."""
+        modes = [goal.mode for goal in self.goals] or [mode]
+        given = self.direction if isinstance(self.direction, list) else [self.direction]
+        if self.direction is not None and given != (real := [{"min": "minimize", "max": "maximize"}[one] for one in modes]):
+            what = f"{shown(self.direction)}, but the search has {', '.join(real)}"
+            expected = "set checkpoint.monitor and checkpoint.mode, or hydra.sweeper.objectives"
+            yield Problem("hydra.sweeper.direction", what, expected)
 
     def _objective_problems(self) -> Iterator[Problem]:
         if self.objectives is None:
@@ -207,37 +141,18 @@ class Sweeper(Section):
                 yield Problem("objectives", f"{text} is not valid", expected)
 
 
-def resolve_storage(node: dict[str, Any]) -> list[Problem]:
-    """Resolve `storage=${oc.env:NAME}` in a sweeper's node: no command line may have a URL with a password. Return problems."""
-    if not isinstance(storage := node.get("storage"), str):
-        return []
-    try:
-        node["storage"] = resolve_text(storage)
-    except ValueError as error:
-        node["storage"] = None
-        return [Problem("hydra.sweeper.storage", "its interpolation does not resolve", str(error))]
-    return []
+def _component_problems(key: str, node: Node) -> Iterator[Problem]:
+    """Yield the problems of a sampler or a pruner. This builds it."""
+    if not (problems := component_problems(key, node, known=[])):
+        try:
+            built_quietly(node)
+        except Exception as error:  # the constructor of any class
+            problems = [Problem.of_error(key, error)]
+    yield from problems
 
 
-def _storage_problems(storage: str) -> Iterator[Problem]:
-    try:
-        from sqlalchemy.engine import make_url
-        from sqlalchemy.exc import ArgumentError, NoSuchModuleError
-    except ImportError:  # it comes with Optuna; without Optuna, there is another problem
-        return
-    try:
-        url = make_url(storage)
-        dialect = url.get_dialect()
-        dialect.import_dbapi()
-        dialect().create_connect_args(url)
-        if url.get_backend_name() == "sqlite":
-            if url.database in (None, "", ":memory:"):
-                raise ArgumentError("a memory database keeps nothing")
-            if not Path(str(url.database)).absolute().parent.is_dir():
-                yield Problem("storage", f"{shown(storage)} is in a folder that does not exist", "a file in an existing folder")
-    except (ArgumentError, NoSuchModuleError):
-        expected = f"{JOURNAL}, or a URL as in postgresql://USER@HOST/DATABASE or sqlite:////PATH"
-        yield Problem("storage", f"{shown(storage)} is not valid", expected)
-    except ImportError as error:
-        expected = "install its package, or use another driver in the URL, as in mysql+pymysql://"
-        yield Problem("storage", f"there is no module {error.name} in this environment", expected)
+def built_quietly(node: Node) -> Any:
+    """Build one of Optuna's objects. Some of them warn that they are experimental."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=locate("optuna.exceptions.ExperimentalWarning"))  # type: ignore[arg-type]
+        return instantiated(node)

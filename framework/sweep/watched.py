@@ -4,10 +4,10 @@ import os
 
 from optuna.trial import Trial
 
+from framework.config.schema import Node
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, rows_in
-from framework.sweep.study import pruner
-from framework.sweep.sweeper import Pruner
+from framework.sweep.sweeper import built_quietly
 
 _JUDGED = "judged"  # a trial's attribute: the step of the pruner's last decision, and whether it gave up the trial
 
@@ -15,10 +15,10 @@ _JUDGED = "judged"  # a trial's attribute: the step of the pruner's last decisio
 class Watched:
     """The known state of a running trial."""
 
-    def __init__(self, trial: Trial, directory: RunDirectory, *, monitor: str, settings: Pruner) -> None:
+    def __init__(self, trial: Trial, directory: RunDirectory, *, monitor: str, pruner: Node) -> None:
         self.trial = trial
         self.step = 0  # the step of the last evaluation
-        self._settings = settings
+        self._pruner = pruner
         self._split, _, self._metric = monitor.partition("/")
         self._path = directory.metrics
         self._inode = self._offset = 0  # the file, and the position in it: earlier rows have been read
@@ -42,7 +42,8 @@ class Watched:
     def _judge(self, value: float) -> bool:
         if self.step > self._reported:
             self.trial.report(value, self.step)
-        self.trial.study.pruner = pruner(self._settings)
+        # a new pruner: Optuna's remember what they have seen, but a killed search would have forgotten it
+        self.trial.study.pruner = built_quietly(self._pruner)
         self._is_hopeless = bool(self.trial.should_prune())  # otherwise a numpy type, which a journal cannot store
         self.trial.set_user_attr(_JUDGED, [self.step, self._is_hopeless])  # halving judges a step only once
         return self._is_hopeless

@@ -21,7 +21,7 @@ from tests.test_resume import RUN, after_step
 
 ROOT = Path(__file__).resolve().parents[2]
 # 14 steps, evaluated after every fifth and the last
-SEARCH = [*RUN, "trainer.max_epochs=2", "checkpoint.every=null", "hydra/sweeper=optuna", "hydra.sweeper.pruner=none"]
+SEARCH = [*RUN, "trainer.max_epochs=2", "checkpoint.every=null", "hydra/sweeper=optuna", "hydra/sweeper/pruner=none"]
 SPACE = ["optimizer.lr=tag(log,interval(1e-5,1e-1))", "model.dropout=0,0.1"]
 DRAWN = ("optimizer.lr", "model.dropout")
 
@@ -70,7 +70,7 @@ def test_the_same_search_draws_the_same_and_a_longer_one_continues_it(whole: lis
 @pytest.mark.slow
 def test_another_seed_or_sampler_is_another_search(whole: list[dict[str, str]], tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    for line in (["hydra.sweeper.seed=1"], ["hydra.sweeper.sampler=random"]):
+    for line in (["hydra.sweeper.sampler.seed=1"], ["hydra/sweeper/sampler=random"]):
         assert swept(*SEARCH, *SPACE, trials(1), *line, "trainer.max_epochs=1", root=root).code == 0
     assert len(list(root.glob("sweeps/*/search.db"))) == 2
 
@@ -143,7 +143,7 @@ def test_killed_at_any_point_a_search_draws_as_if_it_had_not_been(
 
 @pytest.mark.slow
 def test_a_trial_that_diverges_is_recorded_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:
-    line = [*SEARCH, "optimizer=sgd", "optimizer.lr=1e-3,1e30", trials(4), "hydra.sweeper.sampler=random"]
+    line = [*SEARCH, "optimizer=sgd", "optimizer.lr=1e-3,1e30", trials(4), "hydra/sweeper/sampler=random"]
     ended = swept(*line, root=tmp_path / "runs")
     assert ended.code == 0, ended.output
     rows = table(ended)
@@ -213,7 +213,7 @@ def losses(run: Ended) -> dict[int, float]:
 
 @pytest.mark.slow
 def test_a_trial_that_is_worse_than_the_others_is_stopped(tmp_path: Path) -> None:
-    line = [*SEARCH[:-1], *SPACE, trials(8), "hydra.sweeper.sampler=random"]
+    line = [*SEARCH[:-1], *SPACE, trials(8), "hydra/sweeper/sampler=random"]
     ended = swept(*line, root=tmp_path / "runs", before=watched_at_every_evaluation(tmp_path / "seen"))
     assert ended.code == 0, ended.output
     rows = table(ended)
@@ -229,7 +229,7 @@ def test_a_trial_that_is_worse_than_the_others_is_stopped(tmp_path: Path) -> Non
     plan = swept(*line, "mode=plan", root=tmp_path / "runs")
     assert [text.split()[1] for text in plan.output.splitlines()[:-1]] == [row["state"] for row in rows]
     told = swept(*line, "mode=status", root=tmp_path / "runs").output
-    assert f"{len(pruned)} pruned" in told and told.count(" pruned ") == len(pruned) + 1, told
+    assert f"{len(pruned)} pruned" in told and told.count(" pruned") == len(pruned) + 1, told
 
 
 @pytest.mark.slow
@@ -257,7 +257,8 @@ def test_optuna_is_in_the_parent_alone() -> None:
         ("lr=interval(0,1)", "lr: unknown key (did you mean optimizer.lr?)"),
         ("seed=1,2 hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials: 0 is out of range (at least 1)"),
         ("seed=1,2 hydra.sweeper.prunner=none", "hydra.sweeper.prunner: unknown ... mean hydra.sweeper.pruner"),
-        ("seed=1,2 hydra.sweeper.sampler=cmaes", "hydra.sweeper.sampler: 'cmaes'"),
+        ("seed=1,2 hydra/sweeper/sampler=cmaes", "hydra/sweeper/sampler: no option 'cmaes'"),
+        ("seed=1,2 hydra.sweeper.direction=maximize", "hydra.sweeper.direction: 'maximize' ... minimize (set checkpoint.monitor"),
     ],
 )  # fmt: skip
 def test_a_search_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path: Path) -> None:
