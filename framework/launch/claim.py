@@ -1,6 +1,7 @@
 """The claim of a run's directory for this launch, and the report that a run is finished."""
 
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -131,6 +132,9 @@ def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Ex
     return mirror
 
 
+_TO_END_S = 5.0
+
+
 def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
     """Print the problems, one per line, and return the exit code. Under a launcher, only rank 0 prints, unless `each_rank`.
 
@@ -141,6 +145,8 @@ def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
     if environment.rank != 0 and not each_rank:
         received(environment=environment)
         return code
+    if environment.rank != 0:  # the ranks cannot speak to each other; the launcher ends this one when rank 0 has printed
+        time.sleep(_TO_END_S)
     for problem in problems:
         print(problem, file=sys.stderr, flush=True)
     if environment.is_launched and not each_rank:
