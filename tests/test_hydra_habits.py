@@ -133,6 +133,14 @@ def test_another_launcher_of_hydra_runs_the_jobs(folder: Path) -> None:
     assert (misspelt.code, misspelt.output.splitlines()[0]) == (78, Says("hydra.launcher.not: unknown key ... note?"))
 
 
+@pytest.mark.parametrize("node", ["{_target_: mine.Nothing}", "{_target_: nowhere.Mine}", "{_target_: mine.Mine, wrong: 1}"])
+def test_a_callback_that_cannot_be_built_is_refused_in_a_line(node: str, folder: Path) -> None:
+    (folder / "mine.py").write_text(CALLBACK)
+    refused = run(folder, experiment(folder, f"hydra: {{callbacks: {{mine: {node}}}}}"))
+    assert refused.code == 78 and "Traceback" not in refused.output
+    assert refused.output == Says("[rank 0] ERROR: hydra.callbacks: cannot be built: ... _target_ ...")
+
+
 def test_values_of_hydra_resolve(folder: Path) -> None:
     words = ["hydra.job.name=x", "name=${hydra:job.name}-${hydra:runtime.choices.optimizer}", "optimizer=sgd"]
     config = compose_line([*LINE, *words, "run.group=${hydra:runtime.output_dir}"]).config["run"]

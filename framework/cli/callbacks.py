@@ -5,11 +5,13 @@ from contextlib import contextmanager
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from framework.config.compose import with_hydra
 from framework.config.folders import config_name, enter_project
-from framework.runtime.exits import Exit
+from framework.config.overrides import one_line
+from framework.runtime.exits import Exit, Unfit
+from framework.runtime.problem import Problem
 
 
 @contextmanager
@@ -23,8 +25,7 @@ def callbacks(overrides: list[str], *, rank: int, is_job: bool) -> Iterator[JobR
     if rank or not OmegaConf.select(config := with_hydra(overrides), "hydra.callbacks"):
         yield ended
         return
-    enter_project()
-    found = Callbacks(config)
+    found = _built(config)
     if not is_job:
         found.on_run_start(config=config, config_name=config_name())
     found.on_job_start(config=config, task_function=lambda config: None)
@@ -44,10 +45,18 @@ def multirun_callbacks(overrides: list[str]) -> Iterator[None]:
     if not OmegaConf.select(config := with_hydra(overrides), "hydra.callbacks"):
         yield
         return
-    enter_project()
-    found = Callbacks(config)
+    found = _built(config)
     found.on_multirun_start(config=config, config_name=config_name())
     try:
         yield
     finally:
         found.on_multirun_end(config=config, config_name=config_name())
+
+
+def _built(config: DictConfig) -> Callbacks:
+    enter_project()
+    try:
+        return Callbacks(config)
+    except Exception as error:  # a user's class may raise anything
+        expected = "nodes whose _target_ is a hydra.experimental.callback.Callback, with its arguments"
+        raise Unfit(str(Problem("hydra.callbacks", f"cannot be built: {one_line(error)}", expected))) from error

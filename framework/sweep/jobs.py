@@ -1,7 +1,7 @@
 """The jobs of a sweep, and the problems that are found before the first job runs."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,11 +91,11 @@ def problems_of(jobs: list[Job], *, rehearsed: set[str]) -> list[Problem]:
         return []
     from framework.preflight.rehearsal import subject  # imports torch, which a finished sweep does not need
 
-    by_seed = {digest_of(job.config.with_run(id="", dir="").plain() | {"seed": 0}): job.build for job in left}
-    if found := [problem for build in by_seed.values() for problem in build_problems(build)]:
-        return list(dict.fromkeys(found))
-    subjects = {subject(build): build for build in by_seed.values()}
-    found = [problem for build in subjects.values() for problem in rehearsal_problems(build)]
+    by_seed = {digest_of(job.config.with_run(id="", dir="").plain() | {"seed": 0}): job for job in left}
+    if found := _of_jobs(by_seed.values(), build_problems):
+        return found
+    subjects = {subject(job.build): job for job in by_seed.values()}
+    found = _of_jobs(subjects.values(), rehearsal_problems)
     rehearsed.update(subjects)
     is_submitted = not found and left[0].config.launch.kind == "slurm"
     for alike in alike_jobs(left) if is_submitted else []:
@@ -103,6 +103,16 @@ def problems_of(jobs: list[Job], *, rehearsed: set[str]) -> list[Problem]:
         draft.check(job_problems)
         found += draft.problems
     return list(dict.fromkeys(found))
+
+
+def _of_jobs(jobs: Collection[Job], find: Callable[["Builder"], list[Problem]]) -> list[Problem]:
+    """Return the problems that `find` finds. A problem that not all jobs have names the first job that has it."""
+    found: dict[Problem, list[Job]] = {}
+    for job in jobs:
+        for problem in find(job.build):
+            found.setdefault(problem, []).append(job)
+    return [problem if len(of) == len(jobs) else replace(problem, what=f"{problem.what} (in the job {of[0]})")
+            for problem, of in found.items()]  # fmt: skip
 
 
 def alike_jobs(jobs: list[Job]) -> Iterator[list[Job]]:

@@ -424,3 +424,14 @@ def test_a_model_that_breaks_the_promise_is_refused_once_before_the_first_job(tm
     assert ended.code == 78
     assert ended.output.count("model: ") == 1 and len((tmp_path / "rehearsals").read_text().splitlines()) == 1
     assert not list(tmp_path.glob("runs/*/*/config.yaml"))
+
+
+def test_a_problem_of_some_jobs_names_one_of_them(tmp_path: Path) -> None:
+    line = [
+        "dataset=synthetic",
+        "dataset.image_size=8",
+        "model._target_=tests.faulty.Net,tests.faulty.Counter",
+        "rehearse=true",
+    ]
+    ended = swept(*line, root=tmp_path / "runs")
+    assert ended.code == 78 and "(in the job model._target_=tests.faulty.Counter)" in ended.output
