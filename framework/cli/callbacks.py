@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from framework.config.compose import with_hydra
 from framework.config.folders import config_name, enter_project
+from framework.config.hydra_compose import has_callbacks
 from framework.config.overrides import one_line
 from framework.runtime.exits import Exit, Unfit
 from framework.runtime.problem import Problem
@@ -22,10 +23,10 @@ def callbacks(overrides: list[str], *, rank: int, is_job: bool) -> Iterator[JobR
     Hydra, an exception in a method is a warning.
     """
     ended = JobReturn(overrides=overrides)
-    if rank or not OmegaConf.select(config := with_hydra(overrides), "hydra.callbacks"):
+    if rank or not has_callbacks(overrides):
         yield ended
         return
-    found = _built(config)
+    found = _built(config := with_hydra(overrides))
     if not is_job:
         found.on_run_start(config=config, config_name=config_name())
     found.on_job_start(config=config, task_function=lambda config: None)
@@ -42,10 +43,10 @@ def callbacks(overrides: list[str], *, rank: int, is_job: bool) -> Iterator[JobR
 @contextmanager
 def multirun_callbacks(overrides: list[str]) -> Iterator[None]:
     """Call `hydra.callbacks` before and after a sweep: on_multirun_start, on_multirun_end. `overrides` is a job's line."""
-    if not OmegaConf.select(config := with_hydra(overrides), "hydra.callbacks"):
+    if not has_callbacks(overrides):
         yield
         return
-    found = _built(config)
+    found = _built(config := with_hydra(overrides))
     found.on_multirun_start(config=config, config_name=config_name())
     try:
         yield

@@ -1,5 +1,6 @@
 """Hydra's own settings, on the command line and in files: a run follows them, or refuses them with what to use instead."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,7 @@ def hydra_problem(key: str, *, value: object = None) -> Problem:
 
 def setting_problems(hydra: DictConfig) -> list[Problem]:
     """Refuse settings in files that a run would ignore. `hydra` is the composed node."""
-    ours = flat(parse_yaml((CONF / "config.yaml").read_text())["hydra"])
-    theirs = flat(_plain(OmegaConf.structured(conf.HydraConf))) | flat(parse_yaml(_PLACES.read_text()))
+    ours, theirs = _defaults()
     found = {key: value for key, value in flat(_plain(hydra)).items() if value not in (ours.get(key), theirs.get(key), {}, [])}
     logging = {f"hydra/{group}": hydra.runtime.choices.get(f"hydra/{group}") for group in ("job_logging", "hydra_logging")}
     unused = [
@@ -61,6 +61,13 @@ def setting_problems(hydra: DictConfig) -> list[Problem]:
         for key, value in found.items()
         if not any(key == name or key.startswith(f"{name}.") for name in _FOLLOWED)
     ]
+
+
+@cache  # it takes 8 ms, and each job of a sweep asks
+def _defaults() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings in our conf/, and Hydra's own, by dotted key."""
+    ours = flat(parse_yaml((CONF / "config.yaml").read_text())["hydra"])
+    return ours, flat(_plain(OmegaConf.structured(conf.HydraConf))) | flat(parse_yaml(_PLACES.read_text()))
 
 
 def _plain(config: Any) -> Any:
