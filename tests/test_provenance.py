@@ -164,6 +164,16 @@ def test_code_that_was_edited_after_its_import_is_not_run_under_the_new_code_s_n
         assert refused.output == Says(f"run.code: {named} ... imported ... new process ... reload")
 
 
+def test_a_sweep_whose_files_are_edited_while_it_runs_starts_no_job_with_the_old_code(folder: Path) -> None:
+    edits = 'Path(__file__).with_name("helpers.py").write_text("def width():\\n    return 16\\n")'
+    edit(folder, "        return self.last(", f"        {edits}\n        return self.last(")  # the first job does it
+    edit(folder, "import torch\n", "from pathlib import Path\n\nimport torch\n")
+    swept = run(folder, "-m", "seed=0,1")
+    assert swept.code == 78, swept.output
+    assert "run.code: helpers.py: width: the file has changed since this process imported it" in swept.output
+    assert "2 jobs: 1 finished, 1 " in swept.output
+
+
 def test_a_program_that_lives_on_has_the_files_as_they_are(folder: Path) -> None:
     def notebook() -> None:
         compose(*LINE)

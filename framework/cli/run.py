@@ -18,7 +18,7 @@ from framework.launch.mirrored import put_missing
 from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
-from framework.preflight.check import check, code_problems
+from framework.preflight.check import check, code_problems, edited_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.fetched_run import with_fetched_resume
 from framework.runtime import log, slurm
@@ -68,6 +68,8 @@ def _start(overrides: list[str], checked: Draft | None, is_rehearsed: bool) -> i
             line = overrides if is_step else None
             code = join(lambda: begin(overrides, world_size=environment.world_size), environment=environment, line=line)
         else:
+            if checked is not None and checked.config is not None:  # earlier than now: the user may have edited files since
+                checked.add(edited_problems(checked.config.targets()))
             admitted = admit(overrides, world_size=None) if checked is None else _admit(checked, is_rehearsed=is_rehearsed)
             code = admitted if isinstance(admitted, int) else _run(Command(overrides, admitted))
         ended.return_value = code

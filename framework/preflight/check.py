@@ -88,10 +88,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
         draft.change("model", components.with_init_digest)
     if imports:
         # in a sweep or a notebook, the modules must not count as the modules of another run, and may be older than their files
-        draft.add(
-            Problem("run.code", f"{line}: the file has changed since this process imported it", "a new process, or a reload")
-            for line in code_of(targets_in(draft.fields)).edited
-        )
+        draft.add(edited_problems(targets_in(draft.fields)))
     return draft
 
 
@@ -242,6 +239,12 @@ def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
     if (record := Provenance(Path(run.dir))).is_damaged:
         LOGGER.warning("%s cannot be read: it is not known whether the code has changed", record.path)
     return [Problem("run.code", f"{CHANGED.format(run.dir)}: {'; '.join(lines)}", WAYS)] if lines else []
+
+
+def edited_problems(targets: list[str]) -> list[Problem]:
+    """Refuse to start a run with the code that this process has imported, if the files have changed since."""
+    what, expected = "{}: the file has changed since this process imported it", "a new process, or a reload"
+    return [Problem("run.code", what.format(line), expected) for line in code_of(targets).edited]
 
 
 def changed_code(run: RunSection, targets: list[str]) -> list[str]:
