@@ -247,6 +247,10 @@ class DynamicRendezvous(DynamicRendezvousHandler):
             members, alive = ([node.addr for node in sorted(nodes)] for nodes in (state.participants, state.last_heartbeats))
             return RoundView(state.round, state.complete, members, len(state.wait_list), alive)
 
+    def end_heartbeats(self) -> None:
+        """End the thread of this node's heartbeats. An interpreter that ends during its request to the store would abort."""
+        self._stop_heartbeats()
+
 
 # --- stacks
 

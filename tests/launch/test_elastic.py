@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,9 +17,11 @@ from typing import Any
 import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 import framework.launch.elastic.meeting
 from framework.launch.elastic.meeting import SignedBackend
+from framework.runtime.torch_internals import DynamicRendezvous
 from framework.training.loop import Trainer
 from tests import harness
 from tests.harness import Ended, Says, assert_close, command, exact_rows, finished, once, wait_for
@@ -520,6 +523,17 @@ def test_a_node_that_is_missed_for_too_long_is_named(cluster: Callable[..., Clus
     ended = both.nodes[0].end(timeout_s=60)
     assert ended.code == 1 and ", with rank 1, was lost" in ended.output, ended.output
     assert "1 of at least 2 nodes" in ended.summary["error"]
+
+
+def test_no_thread_asks_the_store_after_the_run() -> None:
+    """An interpreter that ends while such a thread waits in C++ aborts: Slurm would then count the node as failed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    nodes = DynamicRendezvous.from_backend("run", store, C10dRendezvousBackend(store, "run"), 1, 1, "node")
+    nodes.use_store(store, "127.0.0.1", store.port)
+    nodes.next_rendezvous()
+    assert any("KeepAlive" in thread.name for thread in threading.enumerate())
+    nodes.end_heartbeats()
+    assert not any("KeepAlive" in thread.name for thread in threading.enumerate())
 
 
 def test_torch_reads_only_a_record_that_a_node_of_the_run_has_signed() -> None:

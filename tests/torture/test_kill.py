@@ -117,7 +117,7 @@ def test_twenty_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
     assert ended.summary["restarts"] >= 1
 
 
-EVERY = [*FROZEN_GPT, "trainer.max_steps=90", "trainer.eval_every=9", "checkpoint.every=3", "checkpoint.async_save=true",
+EVERY = [*FROZEN_GPT, "trainer.max_steps=150", "trainer.eval_every=9", "checkpoint.every=3", "checkpoint.async_save=true",
          "logger=tensorboard", "launch.max_restarts=0"]  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def test_twenty_kills_under_every_strategy_change_no_bit(strategy: str, tmp_path
         killed = command(*EVERY, *how, root=tmp_path / "killed", before=kill.plant)
         assert killed.code in (0, 1, -signal.SIGKILL), f"{kill}\n{killed.output}"
     ended = finished(*EVERY, *how, root=tmp_path / "killed")
-    assert ended.summary["restarts"] >= NUM_KILLS // 2
+    assert ended.summary["restarts"] >= NUM_KILLS // 2  # some strike before the run's first record
     assert_same_bits(ended, whole)
 
 

@@ -114,6 +114,7 @@ class _Agent(Agent):
             raise meeting.lost() from error
         finally:
             self.end_workers(signal.SIGKILL)
+            self._nodes.end_heartbeats()
 
     def _report(self, code: int, error: str | None) -> None:
         if code == Exit.HANG or self.failures:
