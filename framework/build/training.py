@@ -151,9 +151,9 @@ class Builder:
             observers=[*self.observers],
         )  # fmt: skip
 
-    def splits(self, engine: Engine) -> Splits:
-        """Return this rank's part of the dataset; a split is loaded when it is first used."""
-        return Splits(partial(self._load, dp_rank=engine.dp_rank, dp_size=engine.dp_size))
+    def splits(self, *, dp_rank: int = 0, dp_size: int = 1) -> Splits:
+        """Return a rank's part of the dataset; a split is loaded when it is first used."""
+        return Splits(partial(self._load, dp_rank=dp_rank, dp_size=dp_size))
 
     def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         stored: Split = split if self.config.trainer.overfit_batches is None else "train"
@@ -220,7 +220,7 @@ class Builder:
             warm_start(module, entries_of(config.model["init_from"]), digests=config.model["init_digest"], world=world)
         hidden = hidden_matrices(module)
         engine = self.engine(module)
-        splits = self.splits(engine)
+        splits = self.splits(dp_rank=engine.dp_rank, dp_size=engine.dp_size)
         order = splits.loader("train").order
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
         trained = trainable(engine.module, hidden=hidden)

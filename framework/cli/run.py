@@ -13,7 +13,7 @@ from framework.config.draft import Draft
 from framework.config.modes import MODES, Command, folder_of
 from framework.config.schema import RunConfig
 from framework.config.targets import locate
-from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, print_problems
+from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, is_over, print_problems
 from framework.launch.mirrored import put_missing
 from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
@@ -70,7 +70,11 @@ def _start(overrides: list[str], checked: Draft | None, is_rehearsed: bool) -> i
         else:
             if checked is not None and checked.config is not None:  # earlier than now: the user may have edited files since
                 checked.add(edited_problems(checked.config.targets()))
-            admitted = admit(overrides, world_size=None) if checked is None else _admit(checked, is_rehearsed=is_rehearsed)
+            admitted = (
+                admit(overrides, world_size=None)
+                if checked is None
+                else _admit(checked, is_job=True, is_rehearsed=is_rehearsed)
+            )
             code = admitted if isinstance(admitted, int) else _run(Command(overrides, admitted))
         ended.return_value = code
     if launcher is not None and code != Exit.FAILED:  # a rank that fails must not wait for the others
@@ -135,16 +139,19 @@ def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
     composed = compose_line(overrides)
     if composed.mode is not None and composed.mode.about == "root":
         return over_root(overrides, composed, composed.mode)
-    return _admit(_checked(composed, world_size=world_size), is_rehearsed=False)
+    return _admit(_checked(composed, world_size=world_size))
 
 
-def _admit(draft: Draft, *, is_rehearsed: bool) -> RunConfig | int:
+def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) -> RunConfig | int:
+    """Return a checked configuration that can start. A sweep does not read the data of each of its finished jobs (`is_job`)."""
     config = draft.config
     if config is not None and not MODES[config.mode].worker:
         return config
     if config is not None and MODES[config.mode].about == "run":
         if problems := code_problems(config.run, config.targets()):
             return print_problems(problems)
+        if is_over(config.run) and not is_job:
+            _require_recorded_data(config)
         if is_finished(config.run):
             accept_code(config.run, config.targets())
             return put_missing(config.run, name=config.name)
@@ -162,6 +169,14 @@ def _admit(draft: Draft, *, is_rehearsed: bool) -> RunConfig | int:
         return print_problems(problems)
     show_model(build)
     return config
+
+
+def _require_recorded_data(config: RunConfig) -> None:
+    from framework.build.training import Builder  # imports torch
+    from framework.distributed.world import World
+    from framework.modes.data_record import require_recorded
+
+    require_recorded(Builder(config, world=World.alone()))
 
 
 def build_problems(build: "Builder") -> list[Problem]:

@@ -46,11 +46,16 @@ class ClaimedRun:
         return mirrored(self.mirror, grace_s=self.config.launch.grace_s)
 
 
+def is_over(run: RunSection) -> bool:
+    """Return whether nothing is left to do."""
+    return RunDirectory(Path(run.dir)).is_finished and run.resume != "never"
+
+
 def is_finished(run: RunSection) -> bool:
     """Return whether nothing is left to do. If so, print the result."""
-    directory = RunDirectory(Path(run.dir))
-    if not directory.is_finished or run.resume == "never":
+    if not is_over(run):
         return False
+    directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
     rows = read_rows(directory.metrics) if directory.metrics.exists() else []
     if all(row["step"] != summary.get("step") for row in rows):

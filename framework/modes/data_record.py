@@ -1,15 +1,16 @@
 """The data of a run: the fingerprints of its splits, which each start compares with those in the run's checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from framework.build.training import Builder
 from framework.config.schema import RunSection
 from framework.data.fingerprint import changes, fingerprint
 from framework.data.loader import Splits
 from framework.data.source import SPLITS, Source, Split
 from framework.distributed.world import World
 from framework.runs.provenance import Provenance
-from framework.runtime.exits import Unfit
+from framework.runtime.exits import Unfit, headline
 from framework.runtime.log import LOGGER
 
 _WAYS = ("restore the data; or run.data=accept continues and records the change, run.resume=never starts over, "
@@ -48,10 +49,31 @@ class DataRecord:
         before, now, accepted = self._before.get(split), self.splits.fingerprints[split], list[str]()
         if before is not None and (lines := changes(before, now, but_for_rounding=True)):
             if self.run.data != "accept":
-                raise Unfit(f"run.data: the data are not those of the checkpoint: {split}: {'; '.join(lines)} ({_WAYS})")
+                raise _others(split, lines)
             accepted = lines
         elif before is not None and self.world.rank == 0 and (lines := changes(before, now, but_for_rounding=False)):
             what = "another machine has rounded them, or a few numbers have changed"
             LOGGER.warning("the data of %s are not quite those of the checkpoint: %s: %s", split, "; ".join(lines), what)
         if self.world.rank == 0:
             self.provenance.add_data(split, now, accepted=accepted)
+
+
+def require_recorded(build: Builder) -> None:
+    """Compare the data with the record of a finished run. Unfit if they are others; data that are gone are no others."""
+    run, provenance, splits = build.config.run, Provenance(build.directory.path), build.splits()
+    for split in SPLITS:
+        if not (before := provenance.data(split)):
+            continue
+        try:
+            now = fingerprint(splits.loader(split).source, seed=build.config.seed)
+        except Exception as error:  # of the user's code or files
+            LOGGER.warning("the data cannot be compared with those of the finished run: %s", headline(error))
+            return
+        if lines := changes(before, now, but_for_rounding=True):
+            if run.data != "accept":
+                raise _others(split, lines)
+            provenance.add_data(split, now, accepted=lines)
+
+
+def _others(split: str, lines: Sequence[str]) -> Unfit:
+    return Unfit(f"run.data: the data are not those of the checkpoint: {split}: {'; '.join(lines)} ({_WAYS})")

@@ -30,7 +30,7 @@ def evaluate(build: Builder) -> Exit:
     config, directory, world = build.config, build.directory, build.world
     model = load_run(build)
     engine = build.engine(model.module)
-    splits = build.splits(engine)
+    splits = build.splits(dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     try:
         loader = splits.loader(config.eval.split)
         before = Provenance(directory.path).data(config.eval.split) if world.rank == 0 else {}

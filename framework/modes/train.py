@@ -69,7 +69,11 @@ def train(build: Builder) -> Exit:
         what = f"{end}; {_what_is_left(directory)}" if isinstance(end, DiskFailed) else str(end)
         if world.rank == 0:
             LOGGER.error("%s", what)
-        _close_record(trainer, "failed", error=what)
+        if trainer.recorder.is_open or not directory.read_summary().get("step"):
+            _close_record(trainer, "failed", error=what)
+        else:  # refused before it continued: the record of what it has computed stays
+            values: dict[str, Any] = {} if end.code == Exit.CONFIGURATION else {"status": "failed", "error": what}
+            trainer.recorder.close(**values)
         return end.code
     except Exception as error:
         world.report_error(error)

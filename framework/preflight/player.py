@@ -105,8 +105,8 @@ class _Stage(Builder):
         self.watch = Watch(engine)
         return engine
 
-    def splits(self, engine: Engine) -> Splits:
-        return Splits(partial(self._small, dp_rank=engine.dp_rank, dp_size=engine.dp_size))
+    def splits(self, *, dp_rank: int = 0, dp_size: int = 1) -> Splits:
+        return Splits(partial(self._small, dp_rank=dp_rank, dp_size=dp_size))
 
     def _small(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         """Return the loader of the training split, or of the first batch of another split."""

@@ -87,6 +87,11 @@ class Recorder:
                 del self._sinks[name]
                 self._lost.append(name)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this process writes the record: rank 0, after `open`."""
+        return self._metrics is not None
+
     def flush(self, **values: Any) -> None:
         """Write the rows to the disk and `values` into the summary, before a checkpoint that relies on them. Collective."""
 

@@ -139,6 +139,7 @@ def test_a_run_goes_on_with_its_own_data_alone(split: str, strategy: list[str], 
     refused = command(*line, root=tmp_path / "runs")
     assert refused.code == 78, refused.output
     assert f"run.data: the data are not those of the checkpoint: {split}: tokens has other content" in refused.output
+    assert (refused.summary["status"], refused.summary["step"]) == ("preempted", 3), "the run is as it was"
     write(split, ids)
     restored = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))
     assert restored.code == 75 and "continuing from" in restored.output, restored.output
@@ -148,6 +149,12 @@ def test_a_run_goes_on_with_its_own_data_alone(split: str, strategy: list[str], 
     start = json.loads((accepted.directory / "provenance.json").read_text())["starts"][-1]
     assert start["accepted"] == [f"{split}: tokens has other content"]
     assert start["data"]["train"]["length"] == "249" and start["data"].keys() >= {"train", "val", "test"}
+    assert command(*line, root=tmp_path / "runs").code == 0
+    write("val", ids[:3000])
+    of_finished = command(*line, root=tmp_path / "runs")
+    assert of_finished.code == 78 and "run.data: " in of_finished.output and "val: length " in of_finished.output
+    assert "finished already" not in of_finished.output and of_finished.summary["status"] == "finished"
+    write("val", changed(ids, 7) if split == "val" else ids)
     same = command("mode=eval", f"run.dir={accepted.directory}", f"eval.split={split}", root=tmp_path / "runs")
     write(split, ids)
     other = command("mode=eval", f"run.dir={accepted.directory}", f"eval.split={split}", root=tmp_path / "runs")
