@@ -44,7 +44,8 @@ def url_problems(key: str, url: str) -> list[Problem]:
     from fsspec.registry import known_implementations, registry  # late: a run without a store does not need it
 
     protocol, _, path = url.partition("://")
-    if protocol not in known_implementations.keys() | registry.keys() or not path.strip("/"):
+    known = (known_implementations.keys() | registry.keys()) - {"memory"}  # which ends with the process
+    if protocol not in known or not path.strip("/"):
         return [Problem(key, f"{url!r} is not valid", "PROTOCOL://PLACE, as in s3://BUCKET/FOLDER; any protocol of fsspec")]
     if protocol not in known_implementations:  # the user has registered this protocol
         return []
