@@ -87,6 +87,11 @@ def compose(*overrides: str) -> RunConfig:
     if problems := start_problems():
         raise ConfigurationError(problems)
     forget_files()
+    if wrong := [text for text in overrides if not isinstance(text, str)]:
+        what = f"is a {type(wrong[0]).__name__}, not a text"
+        raise ConfigurationError(
+            [Problem(repr(wrong[0]), what, "one argument for each word, as in run('model=mlp', 'seed=1')")]
+        )
     checked = checked_line(list(overrides))
     if checked.config is None:
         raise ConfigurationError(checked.problems)

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from framework import __version__
 from framework.cli.run import checked_line, start
-from framework.config.arguments import split_flags
+from framework.config.arguments import COMMANDS, split_flags
 from framework.config.code import loading
 from framework.config.compose import as_yaml
 from framework.config.folders import ROOT, config_name, folders
@@ -24,7 +24,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.log import speak
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-from framework.runtime.program import end_process, keep_cuda_for_children, start_problems, typed_override
+from framework.runtime.program import end_process, keep_cuda_for_children, program, start_problems, typed_override
 
 _PACKAGED = Path(__file__).with_name("project")  # the folder in an installation
 TEMPLATE = _PACKAGED if _PACKAGED.is_dir() else ROOT / "examples" / "project"
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     if problems := start_problems():
         print(*problems, sep="\n", file=sys.stderr)
         return Exit.CONFIGURATION
-    if arguments and (path := _COMMANDS.get(arguments[0])):
+    if arguments and (path := COMMANDS.get(arguments[0])):
         code: int = locate(path)(arguments[1:])
         return code
     try:
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     flags, overrides, problems = split_flags(arguments, is_launched=is_launched)
     if wrong := _choose_folders(flags):
         return print_problems(problems + wrong)
-    if overrides and (path := _COMMANDS.get(overrides[0])) and not problems:  # after a flag
+    if overrides and (path := COMMANDS.get(overrides[0])) and not problems:  # after a flag
         after: int = locate(path)(overrides[1:])
         return after
     overrides = with_mode(overrides)
@@ -127,18 +127,9 @@ def init(arguments: list[str]) -> int:
     except OSError as error:
         print(f"init: {target} cannot be written: {error.strerror}", file=sys.stderr)
         return Exit.DISK
-    print(f"{target} is a project: cd {shlex.quote(str(target))} && steadfast experiment=first")
+    there = program().replace(" train.py", f" {shlex.quote(str(ROOT / 'train.py'))}")
+    print(f"{target} is a project: cd {shlex.quote(str(target))} && {there} experiment=first")
     return Exit.FINISHED
-
-
-_COMMANDS = {  # imported when they are used: a run needs none of them
-    "init": "framework.main.init",
-    "convert": "framework.cli.convert.convert",
-    "schema": "framework.config.generate.print_schema",
-    "show": "framework.cli.about_runs.show",
-    "diff": "framework.cli.about_runs.diff",
-    "why": "framework.cli.about_runs.trace",
-}
 
 
 def entry() -> NoReturn:

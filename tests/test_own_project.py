@@ -591,6 +591,12 @@ except ConfigurationError as error:
 else:
     raise AssertionError
 try:
+    run(["model=mynet"])
+except ConfigurationError as error:
+    assert "is a list, not a text (one argument for each word" in str(error)
+else:
+    raise AssertionError
+try:
     run("mode=plan")
 except ConfigurationError as error:
     assert "plan prints, and runs nothing" in str(error)

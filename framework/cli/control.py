@@ -45,7 +45,6 @@ def cancel(directories: Iterable[RunDirectory]) -> Exit:
             os.kill(holder["pid"], signal.SIGTERM)
             LOGGER.info("process %s stops, with a checkpoint: %s", holder["pid"], path)
     if not jobs and not running:
-        LOGGER.info(
-            "nothing to cancel: no job or process waits or runs for %s", ", ".join(map(str, list(found)[:3])) or "these jobs"
-        )
+        places = [*map(str, list(found)[:3]), *(["..."] if len(found) > 3 else [])]
+        LOGGER.info("nothing to cancel: no job or process waits or runs for %s", ", ".join(places) or "these jobs")
     return Exit.FAILED if elsewhere else Exit.FINISHED

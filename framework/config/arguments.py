@@ -29,6 +29,14 @@ _REFUSED = {
     **dict.fromkeys(("--run", "-r"), "a run is what there is without it"),
     **dict.fromkeys(("--experimental-rerun", "-er"), "the same command continues a run"),
 }
+COMMANDS = {  # actions that compose no run, imported when they are used: a run needs none of them
+    "init": "framework.main.init",
+    "convert": "framework.cli.convert.convert",
+    "schema": "framework.config.generate.print_schema",
+    "show": "framework.cli.about_runs.show",
+    "diff": "framework.cli.about_runs.diff",
+    "why": "framework.cli.about_runs.trace",
+}
 _PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # keys that every optimizer has; suggestions use them and STATIC_KEYS
 
 
@@ -112,11 +120,14 @@ def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping
 def _meant_without_equals(text: str, options: Mapping[str, Sequence[str]]) -> str:
     if f"--{text}" in _FLAGS:
         return f"did you mean --{text}?"
-    if text in get_args(RunConfig.model_fields["mode"].annotation):
-        return f"did you mean mode={text}?"
+    actions = [*get_args(RunConfig.model_fields["mode"].annotation), *COMMANDS]
+    if text in actions:
+        return f"{text} comes first" if text in COMMANDS else f"did you mean mode={text}?"
     groups = [group for group, names in options.items() if text in names]
     if groups:
         return f"did you mean {groups[0]}={text}?"
+    if action := difflib.get_close_matches(text, actions, n=1, cutoff=0.7):
+        return f"did you mean {action[0]}?"
     key, _, value = text.replace(":", " ", 1).partition(" ")
     meant = nearest(key, STATIC_KEYS + _PEAK)
     return f"did you mean {meant}={value.strip() or 'VALUE'}?" if meant else ""

@@ -43,6 +43,7 @@ def with_processes(
     for num_nodes in sorted({counts[0], counts[-1]}):  # a number between them need not fit: see `fitting_nodes`
         if counts != range(1, 2):
             source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
+            start = "launch.nnodes=1 launch.nproc_per_node={}"
         problems += _mesh_problems(
             axes, count=count * num_nodes, source=source, start=start, option=option_of("parallel", parallel)
         )

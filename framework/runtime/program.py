@@ -4,6 +4,7 @@ import atexit
 import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 from contextlib import suppress
@@ -85,7 +86,9 @@ def program() -> str:
     path = Path(sys.argv[0])
     if path.name == "train.py":
         return f"python {shlex.quote(sys.argv[0])}"
-    return "python -m framework" if path.name == "__main__.py" else "steadfast"
+    if path.name == "__main__.py":
+        return "python -m framework"
+    return "steadfast" if path.name == "steadfast" or shutil.which("steadfast") else "python train.py"
 
 
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)(?:[a-z_/]|\.\.?/)[\w./:+@%-]*", re.ASCII | re.IGNORECASE)

@@ -184,9 +184,9 @@ class _Agent(Agent):
         """Start this node's workers of a round."""
         spec, place = self.workers.spec, self.place
         place.rank, place.world_size = self._members.index(self._name), len(self._members)
-        if place.rank == 0:
-            nodes = f"{place.world_size} node{'s' * (place.world_size != 1)}"
-            LOGGER.info("%s", f"round {round}: {nodes} of launch.nproc_per_node={spec.local_world_size}")
+        nodes = f"{place.world_size} node{'s' * (place.world_size != 1)}"
+        own = f"; this is node {place.rank}" if place.rank else ""
+        LOGGER.info("%s", f"round {round}: {nodes} of launch.nproc_per_node={spec.local_world_size}{own}")
         # torch numbers attempts by restarts, which each agent counts alone; rounds are counted for all nodes
         self.restarts_left = spec.max_restarts - round
         self._network.use(self._meeting.interface if place.world_size > 1 else None)
