@@ -1,4 +1,4 @@
-"""The pictures of docs/exactness.md: `python docs/pictures/diagrams.py` draws them with the framework's own functions."""
+"""The pictures of docs/resume.md: `python docs/pictures/diagrams.py` draws them with the framework's own functions."""
 
 import sys
 from pathlib import Path

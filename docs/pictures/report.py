@@ -1,4 +1,4 @@
-"""Take the pictures of docs/reports.md: real runs, in headless Chromium, light and dark.
+"""Take the pictures of docs/evaluate.md: real runs, in headless Chromium, light and dark.
 
     python docs/pictures/report.py [ROOT]     ROOT: an existing folder of runs; without it a small sweep is run first
 
