@@ -49,8 +49,7 @@ def write_run(path: Path, *, number: int, num_rows: int, config: dict[str, objec
 def main(num_runs: int = 1000, num_rows: int = 300) -> None:
     from benchmarks.browser import browser
     from framework.config.compose import compose_line
-    from framework.runs.report import RunReader
-    from framework.runs.report_page import write_page
+    from framework.runs.report import RunReader, write_page
 
     config = compose_line([]).config
     with tempfile.TemporaryDirectory() as folder:

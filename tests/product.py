@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from framework.build.training import Builder
-from framework.checkpoint.gathering import gathered, state_of
+from framework.checkpoint.canonical import gathered, state_of
 from framework.cli.run import checked_line
 from framework.config.schema import RunConfig
 from framework.distributed.world import World

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from framework import Run, load
-from framework.cli.run_lines import command_of
+from framework.cli.about_runs import command_of
 from framework.runs.compare import config_differences, rows_difference, weights_difference
 from framework.runs.lineage import lineage
 from framework.runs.provenance import Provenance, git_state

@@ -12,8 +12,8 @@ import torch
 
 from framework import compose
 from framework.build.training import Builder
-from framework.checkpoint.copies import HostCopies
-from framework.checkpoint.gathering import gathered, state_of
+from framework.checkpoint.canonical import gathered, state_of
+from framework.checkpoint.saver import HostCopies
 from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order

@@ -15,7 +15,7 @@ HYDRA = {
     "framework/sweep/hydra_pool.py",
     *(
         f"framework/config/{part}.py"
-        for part in ("compose", "hydra_compose", "hydra_settings", "overrides", "stored", "targets")
+        for part in ("compose", "hydra_compose", "hydra_settings", "folders", "overrides", "targets")
     ),
 }
 

@@ -79,7 +79,7 @@ MALFORMED: dict[str, list[str]] = {
     "optimizer=sgd optimizer.betas=[0.9,0.9]": ["optimizer.betas: unknown key (optimizer has lr, momentum, nesterov, weight_decay, groups, turns)"],
     "dataset.root=/x": ["dataset.root: unknown key (dataset has augment, num_workers, batch_transform, keep_on_cpu)"],
     "logger.wandb.project=a": ["logger.wandb.project: unknown key (only with logger=wandb)"],
-    "model.foo.bar=1 model.foo.baz=2": ["model.foo.bar: unknown key (python train.py --help lists the keys)", "model.foo.baz: unknown key (python train.py --help lists the keys)"],
+    "model.foo.bar=1 model.foo.baz=2": ["model.foo.bar: unknown key (--help lists the keys)", "model.foo.baz: unknown key (--help lists the keys)"],
     # a value where a section is expected, and the other way round
     "trainer=3": [f"trainer: 3 is not valid ({SECTION.format('trainer')})"],
     "trainer=null": [f"trainer: null is not valid ({SECTION.format('trainer')})"],
@@ -330,7 +330,9 @@ FLAGS = {
     # a forgotten =, and one with spaces
     "evl X": ["evl: is not key=value (did you mean eval?)", "X: is not key=value (key=value, or group=option)"],
     "seed=1 show": ["show: is not key=value (show comes first)"],
-    "launch.nnodes=1:2": ["parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2 processes (try launch.nnodes=1 launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"],
+    "launch.nnodes=1:2": [
+        "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2 processes (try launch.nnodes=1 launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"
+    ],
     "lr": ["lr: is not key=value (did you mean optimizer.lr=VALUE?)"],
     "lr 0.1": ["lr: is not key=value (did you mean optimizer.lr=VALUE?)", "0.1: is not key=value (key=value, or group=option)"],
     "model cnn": ["model: is not key=value (did you mean model=VALUE?)", "cnn: is not key=value (did you mean model=cnn?)"],

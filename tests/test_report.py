@@ -18,8 +18,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from framework.runs.report import RunReader, find_runs
-from framework.runs.report_page import write_page
+from framework.runs.report import RunReader, find_runs, write_page
 from tests.harness import command, finished
 from tests.launch.test_sweep import swept
 from tests.test_loop import TINY

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.cli.run_lines import told_apart
+from framework.cli.about_runs import told_apart
 from framework.config.frozen_file import freeze
 from framework.runs.compare import config_differences
-from framework.runs.differences import differences
-from framework.runs.settings import differing, settings_of, text_of, with_options
+from framework.runs.settings import differences, differing, settings_of, text_of, with_options
 from tests.harness import typed
 
 GROUPS = "[{{match: 'layers.*.weight', weight_decay: 0.1}}, {{match: '*.bias', weight_decay: {0}}}]"

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from framework.runs.figures import write_figure
+from framework.runs.curves import write_figure
 from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
 from framework.training.loop_view import Loop

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from framework.config.schema import Node
-from framework.runtime.local_copy import local_copy
-from framework.runtime.objects import StoreFailed, is_url, url_problems
+from framework.runtime.objects import StoreFailed, is_url, local_copy, url_problems
 
 _PATHS = ("root", "data_files", "tokenizer")  # the dataset arguments that name files
 

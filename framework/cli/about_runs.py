@@ -1,14 +1,15 @@
 """`steadfast show RUN`, `diff RUN RUN`, `why RUN`: the facts of a run, the differences of two, and the origin of a number."""
 
+import hashlib
 import math
-from collections.abc import Callable
+import os
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from framework.cli.run import checked_line
-from framework.cli.run_lines import aligned, command_of, items_of, label_of, section, state_line, told_apart
-from framework.cli.why import why
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
@@ -17,10 +18,12 @@ from framework.launch.claim import print_problems
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
 from framework.runs.facts import result
+from framework.runs.lineage import Ancestor, lineage
 from framework.runs.metrics_file import last_rows
 from framework.runs.report import find_runs, number, printable
 from framework.runs.settings import execution_of, settings_of
 from framework.runtime.exits import Exit
+from framework.runtime.files import checksum
 from framework.runtime.problem import Problem
 from framework.runtime.secrets import redact
 
@@ -148,7 +151,123 @@ def _two(title: str, pairs: compare.TwoValues) -> list[str]:
     return section(title, items) or ["", title, "  the same"]
 
 
+# --- why
+
+
+def why(path: Path) -> list[str]:
+    found, directory = lineage(path), RunDirectory(path)
+    lines = [
+        f"{label_of(path)}: {state_line(directory)}",
+        *aligned(pair for pair in result(directory, root="") if pair[0] in ("best", "val", "test")),
+    ]
+    if directory.weights.is_file():
+        whole = directory.has_whole_weights
+        digest = f"sha256 {checksum(directory.weights, hashlib.sha256)[1]}" if whole else "damaged: it is not safetensors"
+        lines += aligned([("weights", f"model.safetensors, {digest}")])
+    lines += [
+        "",
+        f"It comes from {len(found)} run{'s' * (len(found) > 1)}, in this order:" if len(found) > 1 else "Its starts:",
+    ]
+    for place, ancestor in enumerate(found, start=1):
+        lines += ["", *(f"{f'{place}. ' if not i else '   '}{line}" for i, line in enumerate(_ancestor(ancestor)))]
+    return lines
+
+
+def _ancestor(ancestor: Ancestor) -> Iterable[str]:
+    directory = RunDirectory(ancestor.run)
+    yield f"{label_of(ancestor.run)} ({directory.path}): {state_line(directory)}"
+    for parent in ancestor.parents:
+        rows = compare.rows_difference(parent.run, ancestor.run)
+        begins = f"; both have the same rows up to step {rows.last_same}" if rows.last_same else ""
+        fate = parent.fate
+        yield f"took {parent.key}={parent.path} from {parent.label}" + (
+            f" ({fate}: its origin is not known)" if fate else begins
+        )
+    if not ancestor.starts:
+        yield "there is no record of its starts (provenance.json)"
+    earlier: dict[str, str] = {}
+    for start in ancestor.starts:
+        typed, line = command_of(start), str(start.get("line", ""))
+        facts = {
+            "command": typed,
+            **({} if line in typed else {"job": line}),  # the overrides of one run of a sweep
+            "in": f"{start.get('host')}:{start.get('directory')}",
+            "code": _code(start),
+        }
+        new = [f"{name} {text}" for name, text in facts.items() if earlier.get(name) != text]
+        yield f"started {str(start.get('at'))[:16].replace('T', ' ')}" + ("" if new else ", as before")
+        yield from (f"  {text}" for text in new)
+        yield from (f"  changed in between, and accepted: {text}" for text in items_of(start.get("accepted")))
+        earlier = facts
+    if steps := directory.read_summary().get("continued_at"):
+        yield f"interrupted and continued after step {', '.join(map(str, steps))}: this changes no number"
+
+
+def _code(start: dict[str, Any]) -> str:
+    packages, git = start.get("packages"), start.get("git")
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items()) if isinstance(packages, dict) else "?"
+    commit = "not in a git repository"
+    if isinstance(git, dict):
+        changes = git.get("incomplete") or (git.get("diff") and "provenance.json has the changes")
+        commit = f"commit {git.get('commit')}{f' and changes ({changes})' if changes else ''}"
+        commit += f", {len(items_of(git.get('untracked')))} files that git does not know" if git.get("untracked") else ""
+    return f"{commit}; steadfast {start.get('framework')}, python {start.get('python')}, {versions}"
+
+
+# --- lines about a run
+
+
+_MOST_LINES = 40  # per list
+_WIDEST, _BEFORE = 60, 20  # characters of a cut text, and how many of them may be before the first difference
+
+
+def state_line(directory: RunDirectory) -> str:
+    error = directory.read_summary().get("error")
+    return directory.state + (f": {' '.join(str(error).split())}" if error else "")
+
+
+def command_of(start: dict[str, Any]) -> str:
+    """Return the command of a start as a user would type it: without the paths of the interpreter and of `steadfast`."""
+    try:
+        words = shlex.split(str(start.get("command", "")))
+    except ValueError:
+        return str(start.get("command", ""))
+    is_installed = [os.path.basename(word) for word in words[1:2]] == ["steadfast"]
+    words = ["steadfast", *words[2:]] if is_installed else [os.path.basename(word) for word in words[:1]] + words[1:]
+    variables = start.get("environment")
+    before = [f"{name}={shlex.quote(str(value))} " for name, value in variables.items()] if isinstance(variables, dict) else []
+    return "".join(before) + shlex.join(words)
+
+
+def label_of(path: Path) -> str:
+    return "/".join(path.resolve().parts[-2:])
+
+
+def items_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def told_apart(texts: Sequence[str]) -> list[str]:
+    """Return two different texts, cut to the part in which they begin to differ if one is long."""
+    begin = max(0, len(os.path.commonprefix([*texts])) - _BEFORE) if max(map(len, texts)) > _WIDEST else 0
+    end = begin + _WIDEST
+    return ["... " * (begin > 0) + text[begin:end] + " ..." * (len(text) > end) for text in texts]
+
+
+def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    pairs = list(pairs)
+    width = max((len(name) for name, _ in pairs), default=0)
+    return [f"  {name:{width}}  {text}" for name, text in pairs]
+
+
+def section(title: str, items: list[Any], *, is_pairs: bool = True) -> list[str]:
+    lines = aligned(items) if is_pairs else [f"  {text}" for text in items]
+    left = len(lines) - _MOST_LINES
+    return ["", title, *lines[:_MOST_LINES], *([f"  ... and {left} more"] if left > 0 else [])] if lines else []
+
+
+# --- the commands of the command line, by name
+
 _COMMANDS: dict[str, tuple[Callable[..., list[str]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (why, 1)}
 
-# the commands of the command line, by name
 show, diff, trace = (partial(about_runs, name) for name in _COMMANDS)

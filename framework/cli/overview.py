@@ -11,7 +11,7 @@ from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.report import RunReader, count_states, find_runs, printable
-from framework.runs.status_table import print_table
+from framework.runs.status import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
@@ -64,7 +64,7 @@ def _write_report(reader: RunReader, root: Path, *, every_s: float | None, is_qu
         LOGGER.warning("left out: %s", line)
     if not runs:
         return _no_run(root)
-    from framework.runs.report_page import write_page  # it imports numpy, which takes a tenth of a second
+    from framework.runs.report import write_page  # it imports numpy, which takes a tenth of a second
 
     target = root / "report.html"
     try:

@@ -151,7 +151,9 @@ def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) ->
         if problems := code_problems(config.run, config.targets()):
             return print_problems(problems)
         if is_over(config.run) and not is_job:
-            _require_recorded_data(config)
+            from framework.modes.data_record import require_recorded
+
+            require_recorded(_builder(draft))
         if is_finished(config.run):
             accept_code(config.run, config.targets())
             return put_missing(config.run, name=config.name)
@@ -161,22 +163,20 @@ def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) ->
     draft.check(job_problems)
     if draft.problems or config is None:
         return print_problems(draft.problems)
-    from framework.build.training import Builder  # imports torch, which a finished run does not need
-    from framework.distributed.world import World
-
-    build = Builder(config, world=World.alone())
+    build = _builder(draft)
     if problems := build_problems(build) or ([] if is_rehearsed else rehearsal_problems(build)):
         return print_problems(problems)
     show_model(build)
     return config
 
 
-def _require_recorded_data(config: RunConfig) -> None:
-    from framework.build.training import Builder  # imports torch
+def _builder(draft: Draft) -> "Builder":
+    """Return the builder of a valid configuration. This imports torch, which a finished job of a sweep does not need."""
+    from framework.build.training import Builder
     from framework.distributed.world import World
-    from framework.modes.data_record import require_recorded
 
-    require_recorded(Builder(config, world=World.alone()))
+    assert draft.config is not None
+    return Builder(draft.config, world=World.alone())
 
 
 def build_problems(build: "Builder") -> list[Problem]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import OmegaConf
 
-from framework.config.stored import stored_groups, stored_options
 from framework.runtime.environment import variables
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than SafeLoader
@@ -133,3 +134,21 @@ def enter_project() -> None:
     for folder in reversed(project_folders()):  # each folder goes to the front of the path
         if str(folder) not in sys.path and os.path.isdir(folder):
             sys.path.insert(0, str(folder))
+
+
+# --- Hydra's ConfigStore
+
+
+def stored_groups() -> list[str]:
+    """Return the names of the groups, also of Hydra's own."""
+    return [name for name, node in ConfigStore.instance().repo.items() if isinstance(node, dict)]
+
+
+def stored_options(group: str) -> dict[str, Any]:
+    """Return a group's options as plain data, by name."""
+    node: Any = ConfigStore.instance().repo
+    for part in group.split("/"):
+        node = node.get(part, {}) if isinstance(node, dict) else {}
+    entries = node.items() if isinstance(node, dict) else ()
+    return {name.removesuffix(".yaml"): OmegaConf.to_container(entry.node, throw_on_missing=False)
+            for name, entry in entries if isinstance(entry, ConfigNode)}  # fmt: skip

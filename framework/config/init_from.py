@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from framework.config.frozen_file import digest_of
 from framework.config.section import Section
 from framework.runtime.files import checksum
 from framework.runtime.plain import Invalid, read_json
@@ -122,19 +121,13 @@ def init_contents(init_from: Any) -> dict[str, str | None]:
 def init_identity(init_from: Any) -> Any:
     """Return the value of `model.init_from` for a run's identity. Return the value itself if the files cannot be read.
 
-    (Then the preflight reports why.) For one file without changed names, return its checksum, in whatever form the key names
-    the file: so the runs of earlier versions keep their ids.
+    (Then the preflight reports why.)
     """
     try:
         entries = [_identity(entry) for entry in entries_of(init_from)]
     except (Invalid, OSError, ValueError):
         return init_from
-    if any(None in entry["content"] for entry in entries):
-        return init_from
-    if len(entries) == 1 and entries[0].keys() == {"content"}:
-        (entry,) = entries
-        return entry["content"][0] if len(entry["content"]) == 1 else digest_of(entry["content"])
-    return entries
+    return init_from if any(None in entry["content"] for entry in entries) else entries
 
 
 def _identity(entry: InitFile) -> dict[str, Any]:

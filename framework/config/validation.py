@@ -222,7 +222,7 @@ def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
     if key.startswith("launch.slurm") and "launch.slurm.partition" not in known:
         return [Problem(key, "unknown key", "only with launch=slurm")]
     siblings = dict.fromkeys(other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section)
-    listing = "python train.py --help lists the keys" if section else f"--help lists the keys; +{key}, or extra.{key} in a file, adds your own key"
+    listing = "--help lists the keys" + ("" if section else f"; +{key}, or extra.{key} in a file, adds your own")
     if section in (*COMPONENTS, *(other.split(".")[0] for other in known)):
         names = [name for name in siblings if name not in HYDRAS]
         listing = f"{section} has {', '.join(names)}" if names else f"this {section} has no keys"

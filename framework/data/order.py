@@ -1,13 +1,13 @@
 """The samples of step t, and the samples of each rank: pure functions of the seed and of `samples_seen`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from framework.data.permutation import Permutation
-from framework.randomness import key
+from framework.randomness import key, random_bits
 from framework.runtime.exits import RunEnded, Unfit, error_text, place_of
 
 _MOST_KEPT = 1 << 20  # samples: a permutation of this size is drawn in 60 ms, and takes 8 MiB
@@ -84,7 +84,7 @@ class Order:
             self._epoch, self._numbers = epoch, self.numbers(epoch)
         return epoch, self._numbers[offset : offset + self.size(samples_seen)]
 
-    def numbers(self, epoch: int) -> np.ndarray | Permutation:
+    def numbers(self, epoch: int) -> "np.ndarray | Permutation":
         """Return the numbers of an epoch's samples. Raise Unfit if a sampler's numbers are not those of samples."""
         if self.draw is None:
             return self._permuted(epoch)
@@ -117,7 +117,7 @@ class Order:
         offset = samples_seen % self.epoch_size
         return np.arange(offset, offset + self.size(samples_seen))
 
-    def _permuted(self, epoch: int) -> np.ndarray | Permutation:
+    def _permuted(self, epoch: int) -> "np.ndarray | Permutation":
         if self.num_samples > _MOST_KEPT:
             return Permutation(self.num_samples, seed=self.seed, epoch=epoch)
         # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed with any numpy version
@@ -144,3 +144,50 @@ def parts(num_samples: int, *, micro_batch_size: int | None, dp_rank: int, dp_si
     num_parts = -(-(len(bounds) - 1) // dp_size)
     repeated = real[0] if real else Part(number=0, start=0, stop=bounds[1])
     return real + [repeated._replace(is_padding=True)] * (num_parts - len(real))
+
+
+# --- a permutation that is not kept in memory
+
+
+_NUM_ROUNDS = 8
+_BLOCK = 8192  # this many numbers are computed at once; for one batch, most of the time would be overhead
+
+
+class Permutation:
+    """A permutation of range(size), one for each seed and epoch: a Feistel network over Z_a x Z_b (Black and Rogaway 2002).
+
+    Each round adds a keyed hash of one half of a number to the other half, modulo a or b. This can be inverted, so it is a
+    bijection of range(a * b), with a * b only a little larger than `size`. A result outside of range(size) is mapped again
+    until it is inside.
+    """
+
+    def __init__(self, size: int, *, seed: int, epoch: int) -> None:
+        self._size = size
+        self._high = math.isqrt(size - 1) + 1
+        self._low = -(-size // self._high)
+        self._keys = [np.uint64(key(seed, "order", epoch, number)) for number in range(_NUM_ROUNDS)]
+        self._start, self._block = 0, np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, places: slice, /) -> np.ndarray:
+        """Return the numbers at consecutive places, int64."""
+        start, stop, _ = places.indices(self._size)
+        if not self._start <= start <= stop <= self._start + len(self._block):
+            self._start = start
+            self._block = self._at(np.arange(start, min(self._size, max(stop, start + _BLOCK)), dtype=np.uint64))
+        return self._block[start - self._start : stop - self._start]
+
+    def _at(self, places: np.ndarray) -> np.ndarray:
+        numbers = self._once(places)
+        while (outside := np.flatnonzero(numbers >= self._size)).size:
+            numbers[outside] = self._once(numbers[outside])
+        return numbers.astype(np.int64)
+
+    def _once(self, numbers: np.ndarray) -> np.ndarray:
+        sizes, halves = (np.uint64(self._high), np.uint64(self._low)), [*np.divmod(numbers, np.uint64(self._low))]
+        for number, salt in enumerate(self._keys):
+            mine = number % 2
+            halves[mine] = (halves[mine] + random_bits(halves[1 - mine] ^ salt) % sizes[mine]) % sizes[mine]
+        return halves[0] * sizes[1] + halves[1]

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from framework.build.training import Builder
-from framework.checkpoint.gathering import state_of
+from framework.checkpoint.canonical import state_of
 from framework.config.frozen_file import digest_of, recall
 from framework.data.loader import as_tensors
 from framework.data.source import Dataset, Source

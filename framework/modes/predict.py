@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from framework.build.training import Builder
-from framework.checkpoint.gathering import gathered
+from framework.checkpoint.canonical import gathered
 from framework.config.frozen_file import digest_of, recall
 from framework.data.source import Source
 from framework.distributed.world import World

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from framework.build.training import Builder
-from framework.checkpoint.canonical import misfit, restore
+from framework.checkpoint.canonical import OnRank0, gathered, misfit, restore, state_of
 from framework.checkpoint.format import write_safetensors
-from framework.checkpoint.gathering import OnRank0, gathered, state_of
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.checkpoint.plain_state import extra_state
 from framework.checkpoint.state import stored_plain_state

@@ -24,7 +24,7 @@ from framework.parallel.first_weights import fill
 from framework.parallel.pipelining.passes import Pipeline
 from framework.parallel.pipelining.schedules import Balance, ScheduleName
 from framework.parallel.pipelining.sent import SendDtype
-from framework.parallel.trail import Trail
+from framework.parallel.shard import Trail
 from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
 

@@ -7,8 +7,7 @@ from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
 from framework.runs.mirror import committed, fetch_valid
 from framework.runtime.exits import Exit, RunEnded
-from framework.runtime.local_copy import fetched_once
-from framework.runtime.objects import Objects, StoreFailed, is_url
+from framework.runtime.objects import Objects, StoreFailed, fetched_once, is_url
 from framework.runtime.problem import Problem
 
 

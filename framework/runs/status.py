@@ -1,14 +1,24 @@
 """The states of runs, from the runs' directories, and from Slurm for runs in its queue."""
 
+import math
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Container, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from framework.runs.directory import RunDirectory
+from framework.runs.metrics_file import Row, last_rows
+from framework.runs.report import count_states, name_below, number, printable
+from framework.runs.settings import differences
 from framework.runtime import slurm
+from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.slurm import QueuedJob, SlurmFailed
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def queued_jobs(directories: Iterable[RunDirectory]) -> dict[Path, QueuedJob]:
@@ -81,3 +91,92 @@ def _last_words(directory: RunDirectory, end: str) -> Standing:
     if not has_begun and (not end or end.split()[0] in _FAULTS):
         return Standing("failed", f"the job ended before the run began: {words}")
     return Standing("killed", words)
+
+
+# --- the table of mode=status
+
+
+_LONGEST_S, _WHOLE = 1e9, 1 << 20
+_STYLES = {"finished": "green", "failed": "red", "killed": "red", "running": "cyan", "queued": "yellow", "preempted": "yellow",
+           "cancelled": "yellow", "?": "magenta"}  # fmt: skip
+_COLUMNS = ("run", "state", "step", "ETA", "metric", "differs", "job", "node", "why")
+_DETAILS = _COLUMNS[3:]  # one column in a terminal that is too narrow for all columns
+
+
+def print_table(
+    directories: Sequence[RunDirectory], *, root: Path, values: Sequence[str] | None = None, pruned: Container[Path] = ()
+) -> None:
+    """Print a table of the runs below `root`, and the number of runs. Nothing is cut: run.dir accepts the text in `run`.
+
+    `values` describe how each run differs from the others of its sweep. With None, the configurations are compared. `pruned`
+    are the runs that a search has ended.
+    """
+    from rich.console import Console
+
+    odd = {directory.path: files for directory in directories if (files := directory.odd_files())}
+    sound = [directory for directory in directories if directory.path not in odd]
+    found = standings(sound)
+    found |= {path: standing._replace(state="pruned") for path, standing in found.items() if path in pruned}
+    if values is None:
+        by_path = differences(directory.path for directory in sound)
+        values = [by_path.get(directory.path, "") for directory in directories]
+    rows = list[dict[str, str]]()
+    for directory, differs in zip(directories, values):
+        cells = {"run": _below(directory.path, root), "differs": differs}
+        if path_odd := odd.get(directory.path):
+            cells |= {"state": "unreadable", "why": f"{path_odd[0]} is not a plain file"}
+        else:
+            cells |= _cells(directory, found[directory.path])
+        rows.append({name: printable(text) for name, text in cells.items()})
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _WHOLE)  # a file has whole lines
+    table = _table(rows)
+    if console.measure(table, options=console.options.update(width=_WHOLE)).maximum > console.width:
+        named = [[f"{name} {text}" if name in ("ETA", "job", "node") else text for name in _DETAILS if (text := row.get(name))]
+                 for row in rows]  # fmt: skip
+        table = _table([{**row, **dict.fromkeys(_DETAILS, ""), "details": "  ".join(texts)} for row, texts in zip(rows, named)])
+    console.print(table)
+    console.print(count_states([row["state"] for row in rows]), markup=False)
+
+
+def _table(rows: Sequence[dict[str, str]]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="none")
+    columns = [name for name in (*_COLUMNS, "details") if any(row.get(name) for row in rows)]
+    for name in columns:
+        table.add_column(name, no_wrap=name != "details", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row.get(name, ""), _STYLES.get(row[name], "") if name == "state" else "") for name in columns))
+    return table
+
+
+def _below(path: Path, root: Path) -> str:
+    return name_below(path, root) if path.is_relative_to(root) else str(Path(*path.parts[-2:]))
+
+
+def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
+    state, why, job = standing
+    summary, rows, job_id = directory.read_summary(), last_rows(directory.metrics), directory.job_id or ""
+    step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
+    total_steps = number(summary.get("total_steps"))
+    pace = next((number(row.get("step_s")) for row in reversed(rows) if row["split"] == "train"), math.nan)
+    cells = {"state": state, "metric": _last_metric(rows, str(summary.get("monitor"))), "job": job_id}
+    if math.isfinite(step):
+        cells["step"] = f"{step:.0f}" + (f"/{total_steps:.0f}" if math.isfinite(total_steps) else "")
+    if state == "running":
+        cells["node"] = job.nodes if job else str(Lock(directory.path).holder().get("host", ""))
+        if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # false if it is nan
+            cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
+    return cells | {"why": " ".join(why.split())}
+
+
+def _last_metric(rows: list[Row], monitor: str) -> str:
+    """Return the last value of checkpoint.monitor. Before the first evaluation, return the training loss."""
+    for name in (monitor, "train/loss"):
+        split, _, metric = name.partition("/")
+        for row in reversed(rows):
+            if row["split"] == split and metric in row:
+                return f"{name} {number(row[metric]):.4g}"
+    return ""

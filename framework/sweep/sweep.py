@@ -17,7 +17,7 @@ from framework.config.targets import locate
 from framework.config.trainer import CheckpointSection
 from framework.launch.claim import print_problems
 from framework.runs.directory import RunDirectory
-from framework.runs.status_table import print_table
+from framework.runs.status import print_table
 from framework.runs.table import TableRow, best_of, listing, write_csv
 from framework.runtime import log
 from framework.runtime.exits import Exit, RunEnded
@@ -28,8 +28,7 @@ from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 from framework.runtime.program import program, typed_override
 from framework.runtime.secrets import redact
-from framework.sweep.grid import Grid
-from framework.sweep.jobs import Job, problems_of
+from framework.sweep.jobs import Grid, Job, problems_of
 from framework.sweep.line import Multirun, read
 from framework.sweep.pools import Pool, SlurmPool, submit_all
 from framework.sweep.settings import Launcher, OtherLauncher, SubmititSlurm

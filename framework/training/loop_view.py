@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.checkpoint.gathering import gathered
+from framework.checkpoint.canonical import gathered
 from framework.checkpoint.state import Progress
 from framework.data.loader import Splits
 from framework.data.source import Dataset

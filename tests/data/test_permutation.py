@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import framework.data.order
-from framework.data.order import Order
-from framework.data.permutation import Permutation
+from framework.data.order import Order, Permutation
 from tests.harness import assert_close, command, finished, once
 from tests.test_resume import RUN, after_step, preempt
 

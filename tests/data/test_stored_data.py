@@ -12,8 +12,7 @@ from PIL import Image
 
 import framework.runtime.objects
 from framework.build import components
-from framework.runtime.local_copy import local_copy
-from framework.runtime.objects import Objects, StoreFailed
+from framework.runtime.objects import Objects, StoreFailed, local_copy
 from tests.harness import assert_same_bits, begin, command, end, finished, wait_for
 from tests.s3_server import S3Server
 from tests.test_resume import after_step, preempt

@@ -13,7 +13,7 @@ from optuna.study import Study
 from optuna.trial import Trial
 
 from framework.runtime.preemption import PREEMPTION
-from framework.sweep.watched import Watched
+from framework.sweep.search import Watched
 from framework.training.loop import Trainer
 from tests.harness import Ended, Says, assert_same_bits, finished, wait_for
 from tests.launch.test_sweep import SHORT, TWO_AT_A_TIME, job, no_process, swept, table

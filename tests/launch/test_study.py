@@ -15,10 +15,10 @@ from framework.config.overrides import parse
 from framework.runs.directory import RunDirectory
 from framework.runtime.problem import Problem
 from framework.sweep.line import Multirun, read
+from framework.sweep.search import Watched
 from framework.sweep.space import Values
 from framework.sweep.study import TrialDraws, open_study
 from framework.sweep.sweeper import Objective, built_quietly
-from framework.sweep.watched import Watched
 from tests.harness import Says
 
 OPTUNA = "hydra/sweeper=optuna"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from framework.build.training import Builder
-from framework.checkpoint.gathering import gathered, state_of
+from framework.checkpoint.canonical import gathered, state_of
 from framework.config.folders import CONF
 from framework.distributed.world import World
 from framework.parallel.first_weights import build, fill, named_tensors, put_aside

@@ -7,8 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from framework.parallel.pipelining.schedules import KINDS, ScheduleName, make_schedule, owners, waiting_share
-from framework.parallel.pipelining.timetable import Placed, timetable
+from framework.parallel.pipelining.schedules import KINDS, Placed, ScheduleName, make_schedule, owners, timetable, waiting_share
 from framework.runtime.torch_internals import actions_of
 
 SIZES = [(1, 3), (2, 2), (2, 7), (3, 1), (4, 8), (4, 12)]
