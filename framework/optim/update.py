@@ -178,10 +178,6 @@ class Update:
         """Return the learning rate of a step."""
         return self.peak_lr * self.schedule(step)
 
-    def rates(self, step: int) -> list[float]:
-        """Return the learning rate of each of the optimizer's parameter groups in a step, counted from 0."""
-        return [options["lr"] for options in self._options(step)]
-
     def _options(self, step: int) -> list[dict[str, Any]]:
         """Return what the schedules set in each of the optimizer's parameter groups."""
         return [{"lr": peak * schedule(step), **schedule.options(step, number)} for peak, schedule, number in self._places]

@@ -81,11 +81,6 @@ class Provenance:
         """Return whether the file exists, but cannot be read."""
         return self.path.exists() and not self.read()["starts"]
 
-    def other_version(self) -> str | None:
-        """Return the framework's version at the latest start, if it was a different version."""
-        before = self._latest().get("framework")
-        return before if isinstance(before, str) and before != __version__ else None
-
     def add_start(
         self, targets: Sequence[str], *, line: Sequence[str] | None = None, taken: Sequence[dict[str, str]] = ()
     ) -> None:
