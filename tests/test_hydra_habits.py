@@ -170,6 +170,18 @@ def test_options_of_the_config_store_can_be_chosen(folder: Path) -> None:
     assert run(folder, "model=stored").output == Says("model: no option 'stored' ...")
 
 
+def test_a_group_of_the_user_that_nothing_would_build_is_refused(folder: Path) -> None:
+    (folder / "conf" / "callbacks").mkdir(parents=True)
+    (folder / "conf" / "callbacks" / "early.yaml").write_text("stop: {_target_: lightning.EarlyStopping, patience: 3}\n")
+    refused = run(folder, "callbacks=early")
+    assert refused.code == 78
+    assert refused.output == Says(
+        "callbacks: this group of yours has a _target_, but no key refers to it ... part=NAME adds ..."
+    )
+    used = run(folder, "callbacks=early", "optimizer.lr=${callbacks.stop.patience}")
+    assert used.code == 0, used.output
+
+
 TEMPLATE = {  # the layout of a project made from lightning-hydra-template
     "train": """# @package _global_
 defaults: [_self_, data: mnist, callbacks: default, trainer: default, paths: default, hydra: default, debug: null]
@@ -199,7 +211,7 @@ def test_a_projects_layout_of_another_framework_is_refused_by_name(folder: Path)
     said = dict(line.split(": ", 1) for line in refused.output.splitlines())
     assert said.keys() == {
         "hydra/job_logging", "hydra/hydra_logging", "hydra.run.dir", "hydra.job.env_set.A", "task_name", "ckpt_path", "tags", "seed",
-        "defaults", "trainer._target_", "trainer.devices", "trainer.check_val_every_n_epoch",
+        "defaults", "data", "callbacks", "trainer._target_", "trainer.devices", "trainer.check_val_every_n_epoch",
     }  # fmt: skip
     assert "- config as the first entry" in said["defaults"]
     assert "trainer.eval_every" in said["trainer.check_val_every_n_epoch"] and "launch.nproc" in said["trainer.devices"]

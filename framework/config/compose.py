@@ -18,7 +18,7 @@ from framework.config.identity import execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
-from framework.config.spelling import did_you_mean
+from framework.config.spelling import did_you_mean, done_here
 from framework.runtime.problem import Problem, shown
 
 
@@ -52,7 +52,7 @@ def compose_line(overrides: list[str]) -> Composed:
     plain, unresolved = _resolve(config)
     for group in ("sampler", *SEVERAL):
         plain.setdefault(group, {})
-    problems += unresolved
+    problems += unresolved + _unbuilt(config)
     plain = without_own_groups(plain)
     problems += _changing(config, plain)
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
@@ -169,6 +169,20 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             if key == "command line" or not is_new:
                 return {}, problems
             OmegaConf.update(config, key, None)
+
+
+def _unbuilt(config: DictConfig) -> list[Problem]:
+    """Refuse a group of the user with a `_target_` to which no other key refers: nothing would build it."""
+    written: Any = OmegaConf.to_container(config)
+    problems = []
+    for name in sorted({*own_groups()} - {*RunConfig.model_fields}):
+        if "_target_" not in str(written.get(name)):
+            continue
+        others = {key: value for key, value in flat(written).items() if not is_below(key, (name, f"extra.{name}"))}
+        if not re.search(rf"\$\{{(extra\.)?{re.escape(name)}\b", str(others)):
+            what = "this group of yours has a _target_, but no key refers to it, so nothing would build it"
+            problems.append(Problem(name, what, done_here(name) or f"${{{name}}} where it is used"))
+    return problems
 
 
 def _changing(config: DictConfig, plain: dict[str, Any]) -> list[Problem]:
