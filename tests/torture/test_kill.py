@@ -25,7 +25,7 @@ from tests.test_resume import RUN, STRATEGIES
 
 NUM_KILLS = 20
 NUM_KILLS_ACROSS = 50
-LONG = [*RUN, "trainer.max_epochs=16", "trainer.eval_every=9", "checkpoint.every=3"]  # 112 steps
+LONG = [*RUN, "trainer.max_epochs=32", "trainer.eval_every=9", "checkpoint.every=3"]  # 224 steps, more than the kills let pass
 
 
 @dataclass(frozen=True)
