@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.harness import slow_but
-
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -25,7 +23,7 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but([], ["zero, 4", "fsdp, 2"]))
+@pytest.mark.parametrize("strategy", ["zero, 4", "fsdp, 2"])
 def test_a_process_holds_what_the_arithmetic_says(strategy: str) -> None:
     memory = load("memory")
     overrides, expected = memory.STRATEGIES[strategy]

@@ -11,7 +11,7 @@ from framework.build.components import shapes_of
 from framework.cli.check_run import print_summary
 from framework.modules.summary import summary
 from framework.preflight import rehearsal
-from tests.harness import Says, checked, command, slow_but
+from tests.harness import Says, checked, command
 from tests.test_zoo import line as zoo_line
 
 LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8", "model=vit",
@@ -54,7 +54,7 @@ def test_a_rehearsal_that_was_not_finished_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", slow_but(["lstm"], ["hf llama", "timm convnext", "lstm"]))
+@pytest.mark.parametrize("model", ["hf llama", "timm convnext", "lstm"])
 def test_models_of_others_have_a_table_too(model: str, tmp_path: Path) -> None:
     ended = command(*zoo_line(model), "mode=check", root=tmp_path / "runs")
     assert ended.code == 0, ended.output

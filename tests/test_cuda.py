@@ -27,7 +27,6 @@ from framework.training.loop import Trainer
 from tests import device_branches, fake_cuda
 from tests.emulated_tensors import Emulated
 from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks
-from tests.harness import slow_but
 from tests.test_conformance import NOT_EQUAL
 
 RUN = ["trainer.max_epochs=null", "trainer.max_steps=12", "trainer.log_every=5", "checkpoint.every=null"]
@@ -244,7 +243,7 @@ STEPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", slow_but([QUICK], STEPS), ids=lambda line: " ".join(line[-2:]))
+@pytest.mark.parametrize("line", STEPS, ids=lambda line: " ".join(line[-2:]))
 def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
     counted = call(steps, line=line)
     assert {step["device"] for step in counted} == {"cuda:0"}

@@ -27,7 +27,7 @@ from extras.mpi import mpi
 from extras.mpi.tests.test_mpi import ALLOWED
 from framework.config.compose import compose_line
 from framework.data.published import DEBIAN
-from tests.harness import Ended, files_below, slow_but, typed, wait_for
+from tests.harness import Ended, files_below, typed, wait_for
 from tests.launch.test_slurm import MISSING, ask, cluster  # noqa: F401  # a fixture
 from tests.pages import MACHINE, PAGES, ROOT, Command, blocks, commands, files, project, with_ids
 from tests.test_extend import PAGE as EXTEND
@@ -88,11 +88,9 @@ def uses_slurm(command: Command) -> bool:
     return command.code == 0 and re.search("slurm|sbatch", command.line) is not None
 
 
-QUICK: list[str] = []
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # beside others
-@pytest.mark.parametrize("page", slow_but(QUICK, [page for page in EVERY if not all(map(is_slow, EVERY[page]))]))
+@pytest.mark.parametrize("page", [page for page in EVERY if not all(map(is_slow, EVERY[page]))])
 def test_the_commands_of_a_page_run_in_its_order(page: str, tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     given: set[str] = set()

@@ -90,12 +90,6 @@ TEXTS = ["dataset=text", "dataset.seq_len=16", "dataset.max_bytes=4000", "model=
          "model.num_heads=2", "trainer.max_steps=2", "trainer.eval_every=1", "part=predictions"]  # fmt: skip
 
 
-def test_outputs_that_are_too_large_are_left_out_with_a_warning(tmp_path: Path) -> None:
-    run = finished(*TEXTS, root=tmp_path / "runs")
-    assert run.output.count("part.predictions: left out: output (a tensor needs at most 1024 numbers a sample") == 1
-    assert not (run.directory / "predictions").exists()
-
-
 class Varying(Classification):
     """Writes tensors that are not alike for all samples, and one whose type safetensors does not have."""
 
@@ -117,12 +111,6 @@ def test_what_does_not_fit_into_one_table_is_left_out_with_a_warning(tmp_path: P
     records, tensors = table(run)
     assert tensors.keys() == {"class", "target"} and len(records) == 15
     assert run.output.count("part.predictions: left out: grows, odd, padded (") == 1
-
-
-@pytest.mark.slow
-def test_it_starts_on_several_processes_after_a_rehearsal(tmp_path: Path) -> None:
-    line = [*RUN, "part.predictions.count=3", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
-    assert len(table(finished(*line, root=tmp_path / "runs"))[0]) == 3
 
 
 @pytest.mark.quick(1)

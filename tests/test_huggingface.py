@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from framework import load
-from tests.harness import Ended, Says, assert_same_bits, command, finished, once, slow_but
+from tests.harness import Ended, Says, assert_same_bits, command, finished, once
 from tests.test_export import copied
 from tests.test_init_from import own_conf
 from tests.test_resume import after_step, crash
@@ -97,7 +97,7 @@ def inputs_of(kind: str) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["gpt2"], ["gpt2", "vit", "wrapped"]))
+@pytest.mark.parametrize("kind", ["gpt2", "vit", "wrapped"])
 def test_from_pretrained_loads_what_was_exported(kind: str, tmp_path: Path) -> None:
     import transformers
 

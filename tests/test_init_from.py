@@ -204,16 +204,6 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path: Path) -
     assert said == Says(f"model.init_from: is not a safetensors file it is a pickle `steadfast convert {tmp_path}/model.pth`")
 
 
-def test_a_shard_that_changes_before_the_start_is_refused(tmp_path: Path) -> None:
-    from tests.test_warm_start import change_before_the_start
-
-    folder = sharded(first().weights, tmp_path / "hub")
-    line = [*RUN, f"model.init_from={folder}", "parallel=ddp", "launch.nproc_per_node=2"]
-    shard = folder / "model-00002-of-00002.safetensors"
-    refused = command(*line, root=tmp_path / "runs", before=change_before_the_start(shard))
-    assert refused.code == 65 and f"model.init_from: {shard} has changed since the command started" in refused.output
-
-
 def test_the_configuration_of_a_run_holds_the_checksum_of_each_file(tmp_path: Path) -> None:
     folder = sharded(first().weights, tmp_path / "hub")
     digests = checked(*RUN, f"model.init_from={folder}").model["init_digest"]

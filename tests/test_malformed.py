@@ -319,6 +319,7 @@ SHELLS = "one of " + ", ".join(
 )
 FLAGS = {
     "--lr 0.1": ["--lr: unknown flag (did you mean optimizer.lr=0.1?)"],
+    "-m --cfg job seed=1,2": [Says("--cfg: ... -m ... mode=plan -m"), f"seed: {SWEEP}"],
     "--multrun seed=1,2": ["--multrun: unknown flag (did you mean --multirun?)", f"seed: {SWEEP}"],
     "-x": ["-x: unknown flag (a key is set without dashes: key=value; --help lists keys and flags)"],
     "--": ["--: unknown flag (a key is set without dashes: key=value; --help lists keys and flags)"],

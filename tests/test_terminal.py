@@ -230,16 +230,6 @@ def test_the_next_commands_can_be_pasted(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "report.html").exists()
 
 
-@pytest.mark.slow
-def test_the_first_screen_holds_the_start(tmp_path: Path) -> None:
-    data = ["dataset=synthetic", "dataset.num_train=16", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8"]
-    line = [*TRAIN, "model=resnet", *data, "global_batch_size=16", "trainer.max_epochs=1", "rehearse=false", "run.root=runs"]
-    done = show(line, directory=tmp_path, columns=80)
-    assert done.code == 0, done.lines
-    before = next(number for number, text in enumerate(done.lines) if text.startswith("step  split"))
-    assert before <= 20, done.lines[:before]
-
-
 def test_a_run_of_a_sweep_is_brief(tmp_path: Path) -> None:
     line = [*RUN, "trainer.max_epochs=1", "seed=1,2"]
     ended, shown = on_terminal(*line, root=tmp_path / "runs", columns=100, run=lambda overrides: sweep(overrides, []))
@@ -318,14 +308,6 @@ def test_status_shows_whole_ids_and_what_differs(columns: int, runs: Ended) -> N
     assert max(map(len, shown.lines)) <= columns
     why = re.sub(r"\s+", " ", text)
     assert "is not finite" in why, "the reason is whole, wherever it is"
-
-
-def test_status_in_a_file_has_a_line_for_each_run(runs: Ended) -> None:
-    told = command("mode=status", root=runs.root).output.splitlines()
-    assert told[0].split()[:3] == ["run", "state", "step"] and "differs" in told[0]
-    assert len(told) == 2 + 3 + 1 and "\x1b" not in "".join(told)
-    (line,) = [line for line in told if "seed=1" in line]
-    assert line.split()[1] == "finished"
 
 
 def test_status_of_a_sweep_shows_ids_and_swept_values(tmp_path: Path) -> None:

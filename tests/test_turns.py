@@ -17,7 +17,7 @@ from framework.data.order import Order
 from framework.engine.sums import means, over_turns
 from framework.randomness import key
 from framework.runtime.exits import Diverged
-from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, once, slow_but
+from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, once
 from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, RUN, SMALL, layouts, name
 from tests.test_evaluate import evaluated, measured
 from tests.test_resume import after_step, crash
@@ -25,7 +25,7 @@ from tests.trainings import Gan
 
 STRATEGIES = [
     (strategy, *layouts(strategy)[0])
-    for strategy in options("parallel")
+    for strategy in sorted(options("parallel"), key=lambda strategy: strategy != "fsdp")
     if strategy not in ("single", *NOT_EQUAL, *FOR_EXPERTS)
 ]
 IDS = [name(*strategy) for strategy in STRATEGIES]
@@ -42,11 +42,7 @@ REFUSED = {
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "mesh"),
-    slow_but([s for s in STRATEGIES if s[0] in ("ddp", "fsdp", "zero")], STRATEGIES, unpack=True),
-    ids=IDS,
-)
+@pytest.mark.parametrize(("strategy", "ranks", "mesh"), STRATEGIES, ids=IDS)
 def test_it_computes_what_one_process_does_or_is_refused(
     strategy: str, ranks: int, mesh: list[str], tmp_path: Path
 ) -> None:  # fmt: skip
@@ -60,9 +56,8 @@ def test_it_computes_what_one_process_does_or_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp", "zero"]))
-def test_killed_it_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
-    line = [*GAN, f"parallel={strategy}", "launch.nproc_per_node=2", "rehearse=true"]
+def test_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    line = [*GAN, "parallel=fsdp", "launch.nproc_per_node=2", "rehearse=true"]
     whole = finished(*line, root=tmp_path / "whole")
     assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
     assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)

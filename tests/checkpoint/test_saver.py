@@ -18,11 +18,11 @@ from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, command, finished, slow_but, together, with_loader_processes
+from tests.harness import Ended, assert_same_bits, command, finished, together, with_loader_processes
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
 
 ASYNC, SYNC = "checkpoint.async_save=true", "checkpoint.async_save=false"
-CASES = ["single", "ddp 2", "fsdp 2"]
+CASES = ["ddp 2", "fsdp 2", "single"]
 
 
 def in_each_save(act: Callable[[int], None]) -> Callable[[], None]:
@@ -60,7 +60,7 @@ def written_between_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
+@pytest.mark.parametrize("strategy", CASES)
 def test_steps_go_on_while_a_checkpoint_is_written(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -104,7 +104,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
+@pytest.mark.parametrize("strategy", CASES)
 def test_killed_while_a_checkpoint_is_written_it_ends_with_the_same_bits(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -125,7 +125,8 @@ def test_killed_while_a_checkpoint_is_written_it_ends_with_the_same_bits(
     assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps[strategy])
 
 
-@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("strategy", CASES)
 def test_an_error_surfaces_at_the_next_steps(strategy: str, tmp_path: Path) -> None:
     def fail(step: int) -> None:
         environment = Environment.read()
@@ -157,7 +158,7 @@ def test_an_error_that_is_not_the_disks_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
+@pytest.mark.parametrize("strategy", CASES)
 def test_a_save_that_is_due_too_early_waits_and_is_counted(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -183,7 +184,7 @@ def test_a_stop_waits_for_its_checkpoint(written_between_steps: dict[str, Ended]
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", [ASYNC, SYNC])
-@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
+@pytest.mark.parametrize("strategy", CASES)
 def test_a_few_failures_in_a_row_are_warnings(
     strategy: str, mode: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -229,7 +230,7 @@ def test_the_last_save_may_not_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
+@pytest.mark.parametrize("strategy", CASES)
 def test_without_the_time_for_a_checkpoint_it_says_so_and_relies_on_the_last(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -256,7 +257,7 @@ def test_without_any_checkpoint_it_saves_whatever_the_time(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["ddp 2"], CASES))
+@pytest.mark.parametrize("strategy", CASES)
 def test_loader_processes_may_start_while_a_checkpoint_is_written(
     strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
 ) -> None:

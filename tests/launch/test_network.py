@@ -2,8 +2,6 @@
 
 import itertools
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,9 +11,8 @@ import pytest
 
 from framework.checkpoint.store import CheckpointStore
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, exact_rows, once, slow_but, wait_for
+from tests.harness import Ended, assert_close, exact_rows, once, wait_for
 from tests.hosts import Host, hosts, mount_remote, needs_fuse, needs_hosts
-from tests.launch.paced import ROOT
 from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, Node, assert_no_trace, wait_for_store
 
 pytestmark = [needs_hosts, pytest.mark.timeout(300)]
@@ -83,10 +80,11 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "committing": (CheckpointStore, "_commit", lambda store, staging, *_: staging.name.endswith("40")),
     "evaluation": (Trainer, "evaluate", lambda trainer, split: trainer.progress.step == 50),
 }
-CASES = [*itertools.product(MOMENTS, ["link", "one way"])]
+CASES = [*zip(MOMENTS, itertools.cycle(["link", "one way"]))]
 
 
-@pytest.mark.parametrize("case", slow_but([], CASES), ids=lambda case: f"{case[1]} in {case[0]}")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]} in {case[0]}")
 def test_a_node_that_is_cut_off_from_the_store_ends_and_the_others_go_on_without_it(
     case: tuple[str, str], cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
@@ -155,7 +153,7 @@ NAMES: dict[str, Callable[[int], str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", slow_but([*NAMES][:1], [*NAMES]))
+@pytest.mark.parametrize("what", NAMES)
 def test_the_interface_that_reaches_the_others_is_found(what: str, cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0")
     with hosts(2, tmp_path, name=NAMES[what]) as on:
@@ -164,26 +162,6 @@ def test_the_interface_that_reaches_the_others_is_found(what: str, cluster: Call
         begun(both, on)
         ended(both, one())
         assert "round 2" not in both.nodes[0].output.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", [*NAMES])
-def test_under_torchrun_too(what: str, tmp_path: Path) -> None:
-    with hosts(2, tmp_path, name=NAMES[what]) as on:
-        for host in on:
-            host.add_network("172.17.0.1")
-        line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--master-addr={on[0].address}",
-                "--master-port=29400", str(ROOT / "train.py"), *RUN, "parallel=ddp", f"run.root={tmp_path / 'runs'}"]  # fmt: skip
-        nodes = [subprocess.Popen([*line[:5], f"--node-rank={number}", *line[5:]], preexec_fn=host.enter, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-                 for number, host in enumerate(on)]  # fmt: skip
-        try:
-            outputs = [node.communicate(timeout=120)[0] for node in nodes]
-        finally:
-            for node in nodes:
-                node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
-    assert_close(Ended(0, outputs[0], tmp_path / "runs"), one())
 
 
 @pytest.mark.slow

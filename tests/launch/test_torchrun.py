@@ -36,14 +36,6 @@ def test_torchrun_gives_the_same_run_as_our_own_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path: Path) -> None:
-    failed = torchrun(*DDP, "optimizer.lrr=1", root=tmp_path / "runs")
-    assert failed.code != 0
-    assert failed.output.count("optimizer.lrr: unknown key (did you mean optimizer.lr?)") == 1, failed.output
-    assert not failed.root.exists()
-
-
-@pytest.mark.slow
 def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
     failed = torchrun(*DDP, "-m", "seed=1,2", root=tmp_path / "runs")
     assert failed.output.count("-m: a sweep cannot run under torchrun or mpirun (python train.py -m ..., with ") == 1, (

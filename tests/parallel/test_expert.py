@@ -15,7 +15,7 @@ from framework.modules.tensors import local, whole
 from framework.modules.trace import give_example
 from framework.parallel.expert import cut_experts, problems
 from models.moe import Experts, MoEGPT
-from tests.harness import assert_close, assert_same_bits, command, finished, once, slow_but, together
+from tests.harness import assert_close, assert_same_bits, command, finished, once, together
 from tests.ranks import on_ranks
 from tests.test_any_to_any import note_state
 from tests.test_conformance import MODELS, RUN
@@ -182,7 +182,7 @@ def on(group: str) -> list[str]:
     return ["parallel=expert", *mesh, f"launch.nproc_per_node={ranks}"]
 
 
-@pytest.mark.parametrize("group", slow_but(["3"], GROUPS))
+@pytest.mark.parametrize("group", sorted(GROUPS, key=lambda group: group != "3"))
 def test_it_computes_what_one_process_does_with_dropout_and_an_average(group: str, tmp_path: Path) -> None:
     assert_close(finished(*MOE, *on(group), root=tmp_path / "runs"), once(*MOE))
 
@@ -204,7 +204,7 @@ VARIANTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", slow_but(["a rank without samples"], VARIANTS))
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_computes_what_one_process_does(variant: str, tmp_path: Path) -> None:
     group, changes = VARIANTS[variant]
     assert_close(finished(*MOE, *changes, *on(group), root=tmp_path / "runs"), once(*MOE, *changes))
@@ -256,7 +256,7 @@ PAIRS = [("3", "fsdp"), ("fsdp", "2x2"), ("2x2", "single"), ("single", "3")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), slow_but(PAIRS[1:2], PAIRS, unpack=True))
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_run_goes_on_from_and_to_other_strategies_with_every_bit_of_its_state(
     first: str, second: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from framework.parallel.pipelining.schedules import owners
 from framework.parallel.pipelining.sent import Sent
 from framework.runtime.exits import Unfit
 from models.gpt import GPT
-from tests.harness import assert_close, assert_same_bits, command, finished, once, slow_but
+from tests.harness import assert_close, assert_same_bits, command, finished, once
 from tests.test_conformance import MODELS, RUN
 from tests.test_resume import after_step, crash, preempt
 
@@ -211,7 +211,8 @@ def test_too_few_micro_batches_run_in_another_order_which_is_said(tmp_path: Path
     assert_close(cut, once(*GPT_LINE))
 
 
-@pytest.mark.parametrize("name", slow_but([], V))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", V)
 def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(name: str, tmp_path: Path) -> None:
     line = [*GPT_LINE, *MANY, "checkpoint.every=2"]
     cut = [*line, "parallel=pipeline", f"parallel.schedule={name}", *TWO]
