@@ -161,14 +161,6 @@ def test_no_colour_but_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_a_narrow_terminal_gets_one_line_of_progress(tmp_path: Path) -> None:
-    printed = on_a_terminal(f"{TINY} rehearse=false trainer.log_every=1", directory=tmp_path, columns=40, TERM="xterm")
-    assert re.search(r"head +Linear +50 +80", re.sub(COLOUR, "", printed)), printed  # what the run trains, without shapes
-    assert "N x 10" not in printed
-    progress = [part for part in re.split(r"\r\n|\x1b\[2K", printed) if "eta" in part]
-    assert progress and max(len(re.sub(r"\x1b\[\S*?[a-zA-Z]", "", part).strip("\r")) for part in progress) <= 40
-
-
 # What is typed before the Tab key, and what the shell then has on its line or below it.
 COMPLETIONS = {
     "model=re": "model=resnet",
@@ -231,10 +223,6 @@ def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
     )
     assert re.search(r"\| +omegaconf$", done.stderr, re.MULTILINE)
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
-
-
-def test_help_says_how_to_get_completion() -> None:
-    assert 'eval "$(python train.py --shell-completion install=bash)"' in help_text([])
 
 
 def test_help_of_the_installed_command_names_no_train_py(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,11 +139,6 @@ def test_the_best_by_a_maximum_is_kept(tmp_path: Path) -> None:
     assert kept(run) == [8, 12, 18]
 
 
-def test_checkpoint_every_null_saves_at_the_end_only(tmp_path: Path) -> None:
-    run = finished(*TINY, "trainer.max_epochs=2", "checkpoint.every=null", root=tmp_path / "runs")
-    assert kept(run) == [6]
-
-
 # --- what it measures
 
 
@@ -155,14 +150,6 @@ def test_the_summary_has_every_key_of_the_contract() -> None:
     assert (summary["world_size"], summary["parallel"], summary["restarts"], summary["error"]) == (1, "single", 0, None)
     assert summary["parameters"] == sum(tensor.numel() for tensor in base().weights.values())
     assert 0 < summary["wall_s"] < 60
-
-
-def test_the_summary_holds_the_last_and_best_row_of_each_split() -> None:
-    assert base().summary["metrics"].keys() == {"train", "val", "test"}
-    for split, noted in base().summary["metrics"].items():
-        rows = rows_of(base(), split)
-        assert noted["last"] == rows[-1]
-        assert noted["best"] == min(rows, key=lambda row: row["loss"])
 
 
 def test_rows_have_the_keys_of_the_contract() -> None:
@@ -435,7 +422,6 @@ def test_the_same_command_of_a_finished_run_says_so_and_changes_nothing(tmp_path
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(("warmup", "times"), [(100_000, 1), (1, 0)])
-def test_a_learning_rate_that_never_rises_is_said(warmup: int, times: int, tmp_path: Path) -> None:
-    run = finished(*BASE, f"scheduler.warmup_steps={warmup}", root=tmp_path / "runs")
-    assert run.output.count("the learning rate never exceeds") == times
+def test_a_learning_rate_that_never_rises_is_said(tmp_path: Path) -> None:
+    run = finished(*BASE, "scheduler.warmup_steps=100000", root=tmp_path / "runs")
+    assert run.output.count("the learning rate never exceeds") == 1 and "never exceeds" not in base().output

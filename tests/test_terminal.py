@@ -337,13 +337,6 @@ def test_help_is_wrapped_in_the_terminals_width_and_has_everything(columns: int,
     assert sorted(words("\n".join(printed))) == sorted(words(help_text([], width=10_000))), "no word is lost"
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_a_command_of_the_help_can_be_pasted(columns: int) -> None:
-    whole, narrow = (help_text([], width=width) for width in (10_000, columns))
-    for command_line in re.findall(r"^  (python train\.py -m \"\S.*?hydra/sweeper=optuna)", whole, re.MULTILINE):
-        assert command_line in re.sub(r" \\\n +", " ", narrow)
-
-
 # --- the pictures of the documentation
 
 

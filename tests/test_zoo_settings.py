@@ -85,13 +85,6 @@ Plain = Callable[[str, str], Ended]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "setting", "strategy"), CELLS)
-def test_it_trains_resumes_and_is_evaluated(model: str, setting: str, strategy: str, tmp_path: Path) -> None:
-    expected = plain(model, SETTINGS[setting][1])
-    check(model, setting, strategy, expected=expected, compiled=tmp_path / "none", folder=tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # a C++ compiler does most of it: two minutes alone, more beside others
 def test_compiled_it_does_so_under_each_strategy(tmp_path: Path) -> None:
     losses, model = [], "nanogpt"

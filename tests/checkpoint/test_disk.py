@@ -95,13 +95,6 @@ def test_a_disk_of_no_room_at_all_is_refused(disk: Path) -> None:
     assert not list(disk.glob("runs/*"))
 
 
-def test_a_finished_run_needs_no_room(disk: Path) -> None:
-    done = finished(*LINE, root=disk / "runs")
-    mount("-o", f"remount,size={size_of(disk) + 100_000}", str(disk))
-    again = command(*LINE, root=disk / "runs")
-    assert f"finished already, at step 8: {done.directory}" in again.output
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("mode", "strategy"), [(MODES[1], "ddp 2"), (MODES[0], "single"), (MODES[0], "ddp 2")])
 def test_checkpoints_that_become_read_only_end_the_run(

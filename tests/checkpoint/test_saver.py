@@ -18,8 +18,8 @@ from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, command, finished, together, with_loader_processes
-from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
+from tests.harness import Ended, assert_same_bits, command, finished
+from tests.test_resume import RUN, STRATEGIES, crash
 
 ASYNC, SYNC = "checkpoint.async_save=true", "checkpoint.async_save=false"
 CASES = ["ddp 2", "fsdp 2", "single"]
@@ -147,16 +147,6 @@ def test_an_error_surfaces_at_the_next_steps(strategy: str, tmp_path: Path) -> N
     assert failed.summary["saves"] == {"committed": 0, "failed": 1, "waited_for": 0}
 
 
-def test_an_error_that_is_not_the_disks_ends_the_run(tmp_path: Path) -> None:
-    def fail(step: int) -> None:
-        raise LookupError("the planted fault")
-
-    line = [*RUN, *STRATEGIES["ddp 2"], ASYNC, "launch.max_restarts=0"]
-    failed = command(*line, root=tmp_path / "runs", before=in_each_save(fail))
-    assert failed.code == 1
-    assert "LookupError: the planted fault" in failed.output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", CASES)
 def test_a_save_that_is_due_too_early_waits_and_is_counted(
@@ -168,18 +158,6 @@ def test_a_save_that_is_due_too_early_waits_and_is_counted(
     ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=in_each_save(slow))
     assert ended.summary["saves"]["waited_for"] >= 3
     assert_same_bits(ended, written_between_steps[strategy])
-
-
-def test_a_stop_waits_for_its_checkpoint(written_between_steps: dict[str, Ended], tmp_path: Path) -> None:
-    def plant() -> None:
-        in_each_save(lambda step: time.sleep(0.3))()
-        after_step(9, preempt)()
-
-    line = [*RUN, *STRATEGIES["ddp 2"], ASYNC]
-    stopped = command(*line, root=tmp_path / "runs", before=plant)
-    assert stopped.code == 75
-    assert (stopped.directory / "checkpoints" / f"step_{stopped.summary['step']:08d}" / "manifest.json").exists()
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps["ddp 2"])
 
 
 @pytest.mark.quick(1)
@@ -247,23 +225,3 @@ def test_without_the_time_for_a_checkpoint_it_says_so_and_relies_on_the_last(
     enough = command(*line, "launch.grace_s=60", root=tmp_path / "long", before=plant)
     assert enough.code == 75
     assert (enough.directory / "checkpoints" / f"step_{enough.summary['step']:08d}").exists()
-
-
-def test_without_any_checkpoint_it_saves_whatever_the_time(tmp_path: Path) -> None:
-    line = [*RUN, "checkpoint.every=null", "launch.grace_s=0.001"]
-    stopped = command(*line, root=tmp_path / "runs", before=after_step(10, preempt))
-    assert stopped.code == 75
-    assert (stopped.directory / "checkpoints" / "step_00000010").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", CASES)
-def test_loader_processes_may_start_while_a_checkpoint_is_written(
-    strategy: str, written_between_steps: dict[str, Ended], tmp_path: Path
-) -> None:
-    """Each evaluation forks its own, here in the middle of a save."""
-    line = [*RUN, *STRATEGIES[strategy], ASYNC, "dataset.num_workers=2", "trainer.eval_every=4"]
-    acts = together(with_loader_processes, in_each_save(lambda step: time.sleep(0.5)))
-    ended = finished(*line, root=tmp_path / "runs", before=acts)
-    expected = written_between_steps[strategy].weights
-    assert all(torch.equal(ended.weights[name], expected[name]) for name in expected)

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 import framework.runtime.objects
-from framework.build import components
 from framework.runtime.local_copy import local_copy
 from framework.runtime.objects import Objects, StoreFailed
 from tests.harness import assert_same_bits, begin, command, end, finished, wait_for
@@ -187,20 +186,6 @@ def test_a_run_does_not_go_on_with_data_that_have_changed_in_the_store(store: Ob
     assert finished(*line, root=tmp_path / "runs").summary["restarts"] == 1  # a start that was refused is none
 
 
-def test_what_counts_is_the_data_of_the_run_and_no_others_that_the_process_has_copies_of(
-    store: Objects, tmp_path: Path
-) -> None:
-    line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}/data"]
-    upload(store, tmp_path)
-
-    def stop_beside_others() -> None:
-        local_copy(f"{store.url}/data/b")  # as in a sweep over datasets
-        after_step(2, preempt)()
-
-    assert command(*line, root=tmp_path / "runs", before=stop_beside_others).code == 75
-    finished(*line, root=tmp_path / "runs")
-
-
 def silent_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
     """A server that takes connections, and never answers."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -248,8 +233,3 @@ def test_data_that_is_not_to_be_had_is_a_problem_before_the_start(
     assert ended.code == 78 and "Traceback" not in ended.output and not list((tmp_path / "runs").iterdir())
     (line,) = (line for line in ended.output.splitlines() if line.startswith("dataset.root: "))
     assert said in line
-
-
-def test_other_urls_of_a_dataset_are_its_own_business() -> None:
-    node = {"_target_": "framework.data.text.Text", "pattern": "s3://x", "root": None}
-    assert components.dataset(node).patterns == ["s3://x"]  # type: ignore[attr-defined]

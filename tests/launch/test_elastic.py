@@ -391,7 +391,8 @@ def all_of(node: Node) -> list[psutil.Process]:
     return [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_the_loss_of_the_node_that_serves_the_store_ends_the_run_which_the_same_command_continues(
     how: str, cluster: Callable[..., Cluster]
 ) -> None:

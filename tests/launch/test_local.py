@@ -12,12 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from framework.cli import run as command_line
-from framework.config.compose import compose_line
 from framework.launch import claim
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished, once, wait_for
+from tests.harness import Ended, assert_same_bits, begin, command, end, once, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
 TWO = [*RUN, *STRATEGIES["ddp 2"]]
@@ -101,17 +99,6 @@ def test_what_torch_notes_of_a_killed_worker_is_gone_with_the_run(tmp_path: Path
     assert not list(notes.glob("**/pytorch-errorfile*"))
 
 
-def test_without_restarts_kill_9_of_a_worker_names_it(tmp_path: Path) -> None:
-    run = Halted(*TWO, "launch.max_restarts=0", folder=tmp_path, num_ranks=2)
-    os.kill(run.pids[1], signal.SIGKILL)
-    run.resume()
-    ended = run.end()
-    assert ended.code == 1
-    assert re.search("rank 1 failed: killed(, without a message| by SIGKILL)\n", ended.output), ended.output
-    assert ended.summary["error"].startswith("rank 1: killed")
-    assert_gone(run.pids)
-
-
 def test_kill_9_of_the_parent_leaves_no_orphan_and_the_same_command_continues(tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     os.kill(run.process.pid, signal.SIGKILL)
@@ -141,21 +128,6 @@ def test_a_second_process_on_the_same_run_is_refused_at_once(tmp_path: Path) -> 
     assert f"is in use by process {run.process.pid} on {socket.gethostname()}" in second.output
     run.resume()
     assert run.end().code == 0
-
-
-def test_one_process_composes_whatever_the_number_of_workers(tmp_path: Path) -> None:
-    composers = tmp_path / "composers"
-
-    def plant() -> None:
-        def counted(overrides: list[str]) -> object:
-            with open(composers, "a") as file:
-                file.write(f"{os.getpid()}\n")
-            return compose_line(overrides)
-
-        command_line.compose_line = counted  # type: ignore[assignment]
-
-    finished(*RUN, *STRATEGIES["ddp 3"], root=tmp_path / "runs", before=plant)
-    assert len(composers.read_text().splitlines()) == 1
 
 
 def test_workers_refuse_a_configuration_that_changed_under_them(tmp_path: Path) -> None:
