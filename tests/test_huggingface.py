@@ -113,19 +113,6 @@ def test_from_pretrained_loads_what_was_exported(kind: str, tmp_path: Path) -> N
     assert {path.name for path in folder.parent.iterdir()} == {"huggingface"}
 
 
-@pytest.mark.slow
-def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
-    copy = copied(run("gpt2"), tmp_path)
-    for step, expected in ((2, "step_00000002"), (4, "step_00000004")):
-        line = [*EXPORT, f"run.dir={copy}", f"run.checkpoint={step}"]
-        (copy / "export").mkdir(exist_ok=True)
-        finished(*line, root=tmp_path / "none")
-        model = load(copy, checkpoint=step)
-        weights = load_file(copy / "export" / "huggingface" / "model.safetensors")
-        assert torch.equal(weights["transformer.ln_f.bias"], model.state_dict()["transformer.ln_f.bias"]), expected
-    assert {path.name for path in (copy / "export").iterdir()} == {"huggingface"}
-
-
 # --- LoRA
 
 
