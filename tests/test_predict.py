@@ -78,19 +78,10 @@ def assert_equal(actual: Tensor, wanted: Tensor) -> None:
     assert actual.shape == wanted.shape and (actual - wanted).abs().max() <= 1e-10 * max(1.0, float(wanted.abs().max()))
 
 
-QUICK = {("single", 1), ("ddp", 3), ("pipeline", 2)}
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
-    [
-        pytest.param(strategy, *layout, marks=[] if (strategy, layout[0]) in QUICK else [pytest.mark.slow])
-        for strategy in options("parallel")
-        for layout in layouts(strategy)
-        if strategy not in FOR_EXPERTS
-        and not (layout[0] == 3 and strategy in ("tensor", "fsdp+tp"))  # of the model's four heads
-    ],
+    [("ddp", 3, []), *((strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in FOR_EXPERTS)],
 )
 def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
     trained = run("tokens")
