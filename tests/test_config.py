@@ -190,14 +190,18 @@ def test_options_named_like_numbers_can_be_swept() -> None:
 
 
 def test_every_option_fits_the_schema() -> None:
-    for group, option in [(name, option) for name in groups() for option in options(name)]:
-        config, found, known, given = compose_line([f"{group}={option}"])
+    chosen = {name: options(name) for name in groups() if options(name)}
+    alone = [[(name, option)] for name in ("model", "dataset", "task", "experiment", "parallel") for option in chosen.pop(name)]
+    together = [[(name, one[n % len(one)]) for name, one in chosen.items()] for n in range(max(map(len, chosen.values())))]
+    for line in [*alone, *together]:
+        config, found, known, given = compose_line([f"{group}={option}" for group, option in line])
         problems = validate(Composed(config, found, known, given)).problems
         for name in COMPONENTS:
             problems += component_problems(name, config[name], known=known, own=OWN.get(name, ())) if config[name] else []
         asked = [problem.key for problem in problems if problem.what == "??? is not valid"]  # which the user must give
-        assert asked == [f"{group}.{key}" for key, value in flat(option_node(group, option)).items() if value == "???"]
-        assert [problem for problem in problems if problem.key not in asked] == [], f"{group}={option}"
+        assert sorted(asked) == sorted(f"{group}.{key}" for group, option in line for key, value in flat(option_node(group, option)).items()
+                                       if value == "???"), line  # fmt: skip
+        assert [problem for problem in problems if problem.key not in asked] == [], line
 
 
 def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from extras.mpi import mpi
 from framework.cli.run import admit, checked_line
 from framework.config.folders import options
 from framework.config.schema import RunConfig
-from framework.launch.claim import print_problems
 from framework.runtime.exits import Exit
 from tests.harness import Says, command, typed
 
@@ -202,14 +201,6 @@ def test_torchvision_names_are_checked(tmp_path: Path) -> None:
     assert (len(lines(ended.output)), ended.code) == (1, Exit.CONFIGURATION)
 
 
-def test_a_root_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    problems = checked_line([f"run.root={tmp_path / 'file'}"]).problems
-    assert print_problems(problems) == Exit.CONFIGURATION
-    expected = f"run.root: {tmp_path}/file is not a directory (a directory, or a path where one can be made)\n"
-    assert capsys.readouterr().err == expected
-
-
 def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o555)
 
@@ -323,12 +314,3 @@ def test_a_directory_with_files_that_are_no_runs_is_refused(resume: str, tmp_pat
     what = f"run.dir: {home} is not a run's directory: it holds 'docs' (a new directory, which the run makes)"
     assert lines(refused.output) == [what]
     assert sorted(path.name for path in home.iterdir()) == ["docs", "thesis.txt"]
-
-
-def test_a_component_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
-    arguments = "num_classes: int, in_channels: int, image_size: int, dim: int, num_layers: int, dropout: float"
-    (tmp_path / "broken.py").write_text(f"import torhc\nclass Broken:\n    def __init__(self, *, {arguments}): ...\n")
-    program = f"import sys; sys.path.append({str(tmp_path)!r}); from framework.cli.run import start; "
-    ended = python("-c", program + "start(['model=mlp', 'model._target_=broken.Broken'])", directory=tmp_path)
-    what = "cannot be imported (ModuleNotFoundError: No module named 'torhc')"
-    assert lines(ended.stderr) == [f"model._target_: broken.Broken {what} {NO_CLASS}"]

@@ -153,7 +153,7 @@ def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
         step(again, 5, small=2.5, large=10.0)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -164,11 +164,6 @@ def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
         (["optimizer.turns.critic.match=critic.0.*"], "optimizer.turns: no turn has critic.2.weight (name it in a turn, ..."),
         (["optimizer.turns.critic.match='*'"], "optimizer.turns: critic and generator have generator.0.weight (one of them)"),
         (["optimizer.turns.critic.every=3"], "optimizer.turns: some steps would have no turn (every: 1 for one)"),
-        (["optimizer.turns.critic.every=0"], "optimizer.turns.critic.every: 0 is not valid (a number of steps, at least 1)"),
-        (
-            ["optimizer.turns.critic.learning_rate=1"],
-            "optimizer.turns.critic.learning_rate: unknown key (did you mean optimizer.lr?)",
-        ),
         (["part=lr_range", "rehearse=true"], "optimizer.turns: gives each step several losses ..."),
         (["precision=fp16"], "precision: fp16, but its loss scale needs whole steps, and optimizer.turns divides them ..."),
         (["trainer.divergence.action=skip"], "trainer.divergence.action: skip, but a step of several turns ..."),
