@@ -201,30 +201,6 @@ def _typed(leader: int, keys: str, *, until: str) -> None:
 HYDRA = [sys.executable, "-c", "import hydra"]
 
 
-@pytest.mark.slow
-def test_a_completion_is_quick_and_does_without_torch(tmp_path: Path) -> None:
-    line = "python train.py model=vit model."
-    env = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
-    completing, importing = [], []
-    for _ in range(3):  # the best of three, in the processor's time, beside Hydra's own: torch alone would take ten times that
-        for command, durations in (([*TRAIN.split(), "-sc", "query=bash"], completing), (HYDRA, importing)):
-            begun = os.times()
-            done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
-            ended = os.times()
-            assert command is HYDRA or "model.patch_size=" in done.stdout.split()
-            durations.append(ended.children_user + ended.children_system - begun.children_user - begun.children_system)
-    assert min(completing) < 7 * min(importing), (completing, importing)
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", *TRAIN.split()[1:], "-sc", "query=bash"],
-        cwd=tmp_path,
-        env=env,
-        text=True,
-        capture_output=True,
-    )
-    assert re.search(r"\| +omegaconf$", done.stderr, re.MULTILINE)
-    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
-
-
 def test_help_of_the_installed_command_names_no_train_py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/usr/bin/steadfast", "--help"])
     assert "train.py" not in help_text([]).replace("train.py ...", "") and "steadfast show RUN" in help_text([])

@@ -358,26 +358,6 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(tmp_path: Path, 
         assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [4, 9]
 
 
-def test_a_metric_that_is_flat_takes_a_small_panel_unless_it_is_monitored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.figure import Figure
-
-    from framework.runs.curves import draw_curves
-
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    rows = [{"step": step, "split": split, "loss": 1 / step, "accuracy": 1 - 1 / step, "top5": 0.9 if step == 1 else 1.0}
-            for step in range(1, 21) for split in ("train", "val")]  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for monitor, large in (("val/loss", ["loss", "accuracy"]), ("val/top5", ["loss", "accuracy", "top5"])):
-        paths = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
-        draw_curves(*paths, title="t", restarts=[], monitor=monitor, mode="min")
-        sizes = {axes.get_title(): axes.get_position().height * drawn[-1].get_figheight() for axes in drawn[-1].axes}
-        assert [name for name, height in sizes.items() if height > 2] == large
-        assert sizes.keys() == {"loss", "accuracy", "top5"}
-
-
 def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) -> None:
     assert command(*BASE, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
     assert command(*BASE, root=tmp_path / "runs", before=after_step(9, preempt)).code == 75

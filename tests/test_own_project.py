@@ -17,7 +17,7 @@ from framework.config.targets import arguments_of, instantiated, locate, signatu
 from framework.modules.parts import blocks_of, chain_of, own_answer
 from framework.optim.optimizers import Trainable
 from tests.harness import Ended, files_below, typed
-from tests.pages import MACHINE, ROOT
+from tests.pages import ROOT
 from tests.test_extend import steadfast
 
 MYNET = """
@@ -478,37 +478,3 @@ def test_a_file_of_theirs_may_not_be_called_as_one_of_ours(folder: Path) -> None
     for line in (["model=mlp"], ["model._target_=models.mlp.Net"]):
         assert "give models/mlp.py another name" in refused(*line, folder=folder).replace(f"{folder}/", "")
     trains("model=mynet", folder=folder)
-
-
-@pytest.mark.slow
-def test_python_m_and_a_notebook(folder: Path) -> None:
-    environment = steadfast(folder / "bin") | {"PYTHONPATH": f"{ROOT}:{MACHINE}"}
-    line = [sys.executable, "-m", "framework", "model=mynet", *QUICK]
-    done = subprocess.run(line, cwd=folder, env=environment, text=True, capture_output=True)
-    assert done.returncode == 0 and "finished" in done.stdout + done.stderr, done.stdout + done.stderr
-    script = f"""
-import torch
-from framework import ConfigurationError, compose, load, run
-before = torch.get_rng_state()
-done = run("model=mynet", *{QUICK})
-assert torch.equal(torch.get_rng_state(), before), "it leaves this process as it was"
-model = load(done.directory)
-assert type(model).__name__ == "Net" and not model.training
-assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
-assert done.rows[-1]["split"] == "test" and done.summary["status"] == "finished"
-assert compose("model=mynet").model["width"] == 16
-try:
-    compose("model=mynet", "model.widht=3", "trainer.max_steps=0")
-except ConfigurationError as error:
-    assert [problem.key for problem in error.problems] == ["trainer.max_steps", "model.widht"], error
-else:
-    raise AssertionError
-try:
-    run("mode=plan")
-except ConfigurationError as error:
-    assert "plan prints, and runs nothing" in str(error)
-else:
-    raise AssertionError
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout + done.stderr

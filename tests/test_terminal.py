@@ -1,6 +1,5 @@
 """What a terminal shows of a run, at any width, and what a file gets of it instead; mode=status and --help in a terminal."""
 
-import importlib.util
 import io
 import os
 import re
@@ -338,16 +337,3 @@ def test_help_is_wrapped_in_the_terminals_width_and_has_everything(columns: int,
 
 
 # --- the pictures of the documentation
-
-
-def test_a_picture_has_what_the_terminal_shows() -> None:
-    path = Path(__file__).parent.parent / "docs" / "pictures" / "terminal.py"
-    spec = importlib.util.spec_from_file_location("pictures", path)
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
-    shown = Shown(columns=40, rows=5)
-    shown.feed("first\r\n\x1b[32mgreen\x1b[0m ━━ plain\r\ngone\r\x1b[2Klast".encode())
-    picture = pictures.svg(shown, title="the title")
-    texts = [text.replace("&#160;", " ") for text in re.findall(r">([^<>]+)</text>", picture)]
-    assert [text.strip() for text in texts if text.strip()] == ["the title", "first", "green", "━━ plain", "last"]
-    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", picture), "it needs no server"
