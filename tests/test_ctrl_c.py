@@ -126,26 +126,3 @@ def test_before_anything_has_begun_it_leaves_without_a_word(arguments: list[str]
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=10)
     assert (process.returncode, output) == (-signal.SIGINT, "")
-
-
-def test_the_terminals_cursor_comes_back(tmp_path: Path) -> None:
-    """While the progress line is on it is hidden, and a process that ends at once must show it."""
-    reader, terminal = os.openpty()
-    root = tmp_path / "runs"
-
-    def plant() -> None:
-        os.dup2(terminal, 2)
-        os.environ["TERM"] = "xterm"
-        held("training", tmp_path / "here", seconds=60)()
-
-    process = begin(*LINE, root=root, before=plant)
-    wait_for((tmp_path / "here").exists, what="the run in training")
-    printed = b""
-    for needed in (SAID.strip().encode(), b"\x1b[?25h"):
-        os.killpg(process.pid, signal.SIGINT)
-        while needed not in printed:
-            printed += os.read(reader, 4096)
-    assert end(process, root=root).code == 130
-    assert printed.rindex(b"\x1b[?25h") > printed.rindex(b"\x1b[?25l")
-    os.close(reader)
-    os.close(terminal)

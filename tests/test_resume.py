@@ -98,13 +98,6 @@ def across() -> Ended:
     return once(*ACROSS)
 
 
-def test_a_run_continues_under_another_strategy(across: Ended, tmp_path: Path) -> None:
-    begun = command(*ACROSS, *STRATEGIES["ddp 3"], root=tmp_path / "first", before=after_step(9, preempt))
-    assert begun.code == 75, begun.output
-    line = [*ACROSS, *STRATEGIES["fsdp 2"], f"run.resume={begun.directory}"]
-    assert_close(finished(*line, root=tmp_path / "second"), across)
-
-
 # --- from another run, and from records that somebody has damaged
 
 

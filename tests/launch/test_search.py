@@ -121,24 +121,6 @@ def test_two_trials_at_a_time_that_are_the_same_run_are_run_once(tmp_path: Path)
     assert (ended.output.count("running "), ended.output.count("finished already")) == (1, 2)
 
 
-@pytest.mark.slow
-def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None:
-    line = [
-        *SEARCH,
-        "global_batch_size=16,4",
-        "micro_batch_size=2,8",
-        trials(5),
-        "trainer.max_epochs=1",
-        "trainer.eval_every=null",
-    ]
-    ended = swept(*line, root=tmp_path / "runs")
-    assert ended.code == 0, ended.output
-    problem = Says("micro_batch_size: 8 ... global_batch_size=4")
-    refused = [row for row in table(ended) if row["state"] == "failed"]
-    assert 0 < len(refused) < 5 and all(row["error"] == problem for row in refused)
-    assert {(row["global_batch_size"], row["micro_batch_size"]) for row in refused} == {("4", "8")}
-
-
 def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
     """Return what has a run wait after each evaluation until the search has seen it; and, if hopeless, for the signal."""
     folder.mkdir()

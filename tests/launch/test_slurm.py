@@ -455,16 +455,6 @@ def output(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_an_array_by_hand(cluster: Path, tmp_path: Path) -> None:
-    job = by_hand(tmp_path, "parallel=ddp", "seed=%a", "name=seed_%a", options=("--nodes=2", "--array=0-1"))
-    wait_for(lambda: not ask("squeue", "-h"), timeout_s=150, what="the array's end")
-    states = ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").split()
-    assert states == ["COMPLETED"] * 2, output(tmp_path)
-    assert_close(Ended(0, "", tmp_path / "runs" / "seed_0"), one())
-    assert Ended(0, "", tmp_path / "runs" / "seed_1").summary["status"] == "finished"
-
-
-@pytest.mark.slow
 def test_by_hand_a_signal_before_the_end_requeues_the_job(cluster: Path, tmp_path: Path) -> None:
     longer = ["parallel=ddp", "trainer.max_steps=600"]
     job = by_hand(tmp_path, *longer, options=("--nodes=2",))

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from framework.distributed.groups import serve_store
-from framework.runtime import slurm
 from framework.sweep.line import read
 from tests.harness import Ended, Says, assert_close, begin, command, end, finished, wait_for
 from tests.launch.paced import ROOT
@@ -119,26 +117,6 @@ def test_what_a_strategy_asks_of_a_cluster_is_nothing_to_this_machine(submitted:
         assert Ended(0, "", Path(row["directory"])).summary["world_size"] == 4
 
 
-@pytest.mark.slow
-def test_an_array_that_is_too_large_for_the_cluster_is_submitted_in_parts(
-    submitted: Sweep,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its largest array is asked for; what a quota leaves room for shows only when it is tried."""
-    assert slurm.largest_array() == 1001
-    too_large = '[ "$1" = --test-only ] || ! grep -q -- "--array=0-[3-9]" "$1" || { echo "sbatch: error: no" >&2; exit 1; }'
-    sbatch_that(f'{too_large}; exec "$real" "$@"', tmp_path, monkeypatch)
-    told = submitted.submit(*ARRAY, HOLD, "seed=0,1,2,3,4")
-    jobs = [job.partition("_")[0] for job in ids(told)]
-    assert sorted(jobs.count(job) for job in set(jobs)) == [2, 3], told.output
-    small = '[ "$2" != config ] || { echo "MaxArraySize = 3"; exit; }'
-    sbatch_that(f'{small}; exec "$real" "$@"', tmp_path, monkeypatch, name="scontrol")
-    told = submitted.submit(*ARRAY, HOLD, "seed=10,11,12,13")
-    jobs = [job.partition("_")[0] for job in ids(told)]
-    assert sorted(jobs.count(job) for job in set(jobs)) == [1, 3], told.output
-
-
 # --- what it runs
 
 
@@ -202,18 +180,6 @@ def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     assert told.returncode == 78 and "srun: its tasks have different commands" in told.stdout, told.stdout
     assert not list((tmp_path / "runs").iterdir())
-
-
-@pytest.mark.slow
-def test_a_terminal_that_srun_starts_is_no_task(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
-    """`srun --pty --ntasks=2 bash` starts one shell alone, whose commands have the variables of two tasks."""
-    script = 'exec 0</dev/null 1>pty.out 2>&1; exec "$0" "$@"'
-    (tmp_path / "runs").mkdir()
-    line = ["srun", "--pty", "--ntasks=2", "sh", "-c", script, *TRAIN, *SHORT, f"run.root={tmp_path}/runs"]
-    subprocess.run(["script", "--quiet", "--return", "--command", shlex.join(line), "/dev/null"], cwd=tmp_path,
-                   stdin=subprocess.DEVNULL, timeout=60)  # fmt: skip
-    (directory,) = tmp_path.glob("runs/*/*")
-    assert Ended(0, "", directory).summary["world_size"] == 1, (tmp_path / "pty.out").read_text()
 
 
 @pytest.mark.quick(1)

@@ -210,21 +210,6 @@ def test_a_full_quota_is_waited_for_or_told(
     assert {row["state"] for row in submitted.table} == {"missing"}
 
 
-@pytest.mark.slow
-def test_a_search_waits_for_room_in_the_queue(submitted: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = tmp_path / "count"
-    is_full = f'[ "$(cat {count} 2>/dev/null | wc -l)" -lt 2 ] && echo >> {count}'  # twice
-    sbatch_that(
-        f'[ "$1" != --test-only ] && {is_full} && {{ echo "sbatch: error: no room" >&2; exit 1; }}; exec "$real" "$@"',
-        tmp_path,
-        monkeypatch,
-    )
-    submitted.hurry()
-    told = submitted.submit(*SEARCH, "hydra.sweeper.n_trials=3")
-    assert "3 jobs: 3 finished" in told.output and "no room" in told.output
-    assert all(row["objective"] for row in submitted.table)
-
-
 # --- each kind of job with what it needs
 
 
@@ -237,13 +222,6 @@ def asked(job: str) -> tuple[str, str, str]:
         "squeue", "--noheader", "--array", f"--jobs={job}", "--Format=NumNodes,cpus-per-task,MinMemory"
     ).split()
     return nodes, cpus, memory
-
-
-@pytest.mark.slow
-def test_single_has_one_process_where_others_have_more(held: None, submitted: Sweep) -> None:
-    jobs = ids(submitted.submit(*ARRAY, "parallel=single,ddp,fsdp", EACH, "launch.nproc_per_node=2"))
-    assert [asked(job)[1] for job in jobs] == ["1", "2", "2"]
-    assert [("_" in job) for job in jobs] == [False, True, True], "the two that agree are an array"
 
 
 def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submitted: Sweep) -> None:

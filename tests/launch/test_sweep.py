@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,19 +297,6 @@ def test_strategies_are_one_run_and_with_the_name_of_each_several(tmp_path: Path
     ended = swept(*line, "name=${hydra:runtime.choices.parallel}", root=tmp_path / "two")
     assert ended.code == 0 and {path.name for path in (tmp_path / "two").iterdir()} >= {"single", "dp"}, ended.output
     assert len(table(ended)) == 2
-
-
-@pytest.mark.slow
-def test_a_second_sweep_of_the_same_runs_waits_for_nobody(tmp_path: Path) -> None:
-    line, root, folder = [*SHORT, "seed=1,2"], tmp_path / "runs", tmp_path / "held"
-    process = begin(*line, root=root, run=multirun, before=held_at(1, folder))
-    wait_for(lambda: len(list(folder.iterdir())) == 1, what="a job that runs")
-    (held,) = root.glob("sweeps/*")
-    second = subprocess.run(
-        [sys.executable, "train.py", "-m", *line, f"run.root={root}"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert second.returncode == 1 and f"{held} is in use by process {process.pid}" in second.stderr
-    process.kill()
 
 
 def test_a_line_is_taken_apart_as_hydra_does() -> None:
