@@ -74,10 +74,6 @@ def head(in_features, num_classes):
     return nn.Linear(in_features, num_classes)
 
 
-def made(*layers, num_classes, in_channels):
-    return nn.Sequential(*layers, nn.Linear(64 * in_channels, num_classes))
-
-
 def later(node):  # builds its node itself
     assert node == {"_target_": "mynet.head", "in_features": 64}, node
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))

@@ -1,7 +1,7 @@
 """Freezing, clipping by value and gradient noise: the right numbers, under every strategy, after a kill, bit by bit where promised."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.harness import Ended, Says, assert_close, assert_same_bits, command, 
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, FOR_EXPERTS, MODELS, RUN, SMALL, name
 from tests.test_divergence import infinite_gradient
+from tests.test_loop import kept, planted_losses
 from tests.test_resume import after_step, crash, preempt
 
 # a pipeline's whole first half is frozen
@@ -273,24 +274,9 @@ def test_a_run_may_freeze_other_parameters_than_the_one_it_begins_from(first: st
         assert torch.equal(tensor, begun.weights[parameter]) == (second != "" and parameter.startswith("head."))
 
 
-# --- what was there, and had no test
+# --- what is kept, and when it stops
 
-
-def planted_losses(losses: dict[int, float]) -> Callable[[], None]:
-    """Return what makes the evaluations of "val" report these losses, by step."""
-
-    def plant() -> None:
-        original = Trainer.record
-
-        def record(self: Trainer, row: dict[str, Any]) -> None:
-            original(self, row | {"loss": losses[row["step"]]} if row["split"] == "val" else row)
-
-        Trainer.record = record  # type: ignore[method-assign]
-
-    return plant
-
-
-LOSSES = {2: 2.0, 4: 1.0, 6: 1.5, 8: 1.6, 10: 1.2, 12: 1.3, 14: 1.4}
+LOSSES = [2.0, 1.0, 1.5, 1.6, 1.2, 1.3, 1.4]  # at steps 2, 4, ...
 STOPPING = [*SMALL, "model=mlp", "trainer.max_epochs=null", "trainer.max_steps=40", "trainer.eval_every=2",
             "checkpoint.keep_last=1", "checkpoint.keep_best=2", "checkpoint.every=null"]  # fmt: skip
 
@@ -305,10 +291,6 @@ def test_the_best_are_kept_over_a_resume(tmp_path: Path) -> None:
     stopped = command(*line, root=tmp_path / "runs", before=cut)
     assert stopped.code == 75 and kept(stopped) == [4, 6, 7]
     assert kept(finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))) == [4, 10, 14]
-
-
-def kept(ended: Ended) -> list[int]:
-    return sorted(int(path.name.removeprefix("step_")) for path in (ended.directory / "checkpoints").iterdir())
 
 
 def test_all_ranks_stop_early_at_the_same_step(tmp_path: Path) -> None:
