@@ -290,7 +290,7 @@ def test_it_is_refused_before_the_start(words: list[str], expected: list[str], f
         assert part in output
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("text", ["defaults: [_self_, {model: mlpp}]", "- a", "defaults: [config", "defaults: config"])
 def test_a_faulty_primary_file_is_refused_in_a_line(text: str, folder: Path) -> None:
     write(folder, conf__config=text)
