@@ -88,7 +88,7 @@ STRATEGIES = {
 }
 
 
-QUICK = ["ddp", "ddp over gloo", "fsdp"]
+QUICK = ["ddp"]
 
 
 @pytest.fixture(scope="module")
