@@ -263,6 +263,7 @@ def test_a_tied_weight_is_frozen_by_either_name() -> None:
         assert [item.name for item in trainable(model, hidden=[])] == ["1.weight", "1.bias"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("first", "second"), [("head.*", ""), ("", "head.*")])
 def test_a_run_may_freeze_other_parameters_than_the_one_it_begins_from(first: str, second: str, tmp_path: Path) -> None:
     line = [*SMALL, "model=mlp", "trainer.max_epochs=null"]

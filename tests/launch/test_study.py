@@ -170,9 +170,7 @@ GOOD, BAD, STUCK = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4], [2.0, 1.9, 1.8, 1.7, 1.6, 1.5
 PRUNED = [  # a line, and the steps at which three trials are given up: good, bad, stuck
     ("none", [None, None, None]),
     ("median n_startup_trials=1", [None, 5, None]),
-    ("median n_startup_trials=1 n_warmup_steps=15", [None, 15, None]),
     ("asha min_resource=10 reduction_factor=2", [None, 10, None]),
-    ("asha min_resource=5 reduction_factor=2 min_early_stopping_rate=2", [None, 20, None]),
     ("hyperband min_resource=15 max_resource=18 reduction_factor=2", [None, 15, None]),
     ("patient patience=3", [None, None, 30]),
 ]
