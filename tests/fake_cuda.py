@@ -25,8 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests import device_branches
-
 ROOT = Path(__file__).resolve().parent.parent
 NUM_DEVICES = 8
 _OURS = (f"{ROOT}/framework", f"{ROOT}/models")
@@ -352,8 +350,6 @@ def main(library: str, module: str, function: str, arguments: str, result: str) 
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # before torch, which looks once
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     plant()
-    if os.environ.get("NOTES_DEVICE_BRANCHES"):
-        device_branches.install()
     prepare_framework()
     found = getattr(importlib.import_module(module), function)(**json.loads(arguments))
     Path(result).write_text(json.dumps(found))

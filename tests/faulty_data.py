@@ -229,12 +229,3 @@ class Pool(nn.Module):
 def computed(n: int = 256) -> TensorDataset:
     x = torch.rand(n, 784)
     return TensorDataset(x.sigmoid() + 0.1 * x, torch.arange(n) % 10)
-
-
-class Exponential(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(784, 64), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.exp(-self.first(x).square()))

@@ -10,14 +10,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib.figure  # noqa: F401  # these are what a run would import: every forked child has them
-import pytest
 import torch
 import torch.distributed.elastic.rendezvous.static_tcp_rendezvous
 import torch.distributed.fsdp
@@ -263,13 +262,6 @@ def note_steps() -> None:
         original(self, step=step, **others)
 
     Forward.seed_draws = seed_draws  # type: ignore[method-assign]
-
-
-def slow_but(quick: Iterable[Any], values: Iterable[Any], *, unpack: bool = False) -> list[Any]:
-    """Return the values as a test's parameters, all but the quick ones marked slow. `unpack`: a value is several parameters."""
-    return [
-        value if value in quick else pytest.param(*(value if unpack else [value]), marks=pytest.mark.slow) for value in values
-    ]
 
 
 def exact_rows(ended: Ended) -> list[dict[str, Any]]:

@@ -116,15 +116,9 @@ class Host:
     def up(self) -> None:
         _sh(f"ip link set {self._space} up")
 
-    def drop(self, *, source: "Host | None" = None) -> None:
-        """Lose what comes in: all of it, or what one host sends."""
-        of = f"-s {source.address}" if source is not None else ""
-        _sh(f"ip netns exec {self._space} iptables -A INPUT -i eth0 {of} -j DROP")
-
-    def lose(self, share: float) -> None:
-        """Lose a share of the packets that come in."""
-        rule = f"-m statistic --mode random --probability {share} -j DROP"
-        _sh(f"ip netns exec {self._space} iptables -A INPUT -i eth0 {rule}")
+    def drop(self) -> None:
+        """Lose what comes in."""
+        self._run("iptables -A INPUT -i eth0 -j DROP")
 
     def add_network(self, address: str) -> None:
         """Have another interface, that leads nowhere."""

@@ -181,13 +181,6 @@ class Nothing:
     def step_takn(self, loop: Any) -> None: ...
 
 
-class HalfAState:
-    def step_taken(self, loop: Any) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
 class Forgets:
     """Counts, and no checkpoint knows."""
 
@@ -229,40 +222,12 @@ class TakenColumn:
         return {"loss": 7.0}
 
 
-class OddColumn:
-    def row(self, loop: Any) -> dict[str, Any]:
-        return {"when": object()}
-
-
-class NoDictionary:
-    def step_taken(self, loop: Any) -> None: ...
-
-    def state_dict(self) -> Any:
-        return 3
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
 class WholeMask:
     """Draws a mask of the whole gradient, where a shard is due."""
 
     def gradients_ready(self, loop: Any) -> None:
         for parameter in loop.trained().values():
             parameter.grad.mul_(torch.rand(parameter.grad.shape) > 0.5)
-
-
-class TensorOfRank:
-    def __init__(self) -> None:
-        self.mean = torch.zeros(3)
-
-    def step_taken(self, loop: Any) -> None:
-        self.mean += 1.0 if loop.is_main else 2.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean = state["mean"]
 
 
 class StateOfRank:

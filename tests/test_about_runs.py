@@ -114,14 +114,6 @@ def test_ancestors_come_first_and_a_resumed_run_says_up_to_where_it_is_the_other
     assert re.search(rf"took run\.resume=\S+ from one/{one.name}; both have the same rows up to step {step}\b", ended.output)
 
 
-def test_weights_that_a_run_began_with_are_an_ancestor(root: Path) -> None:
-    warm = run_called(root, "warm")
-    ended = asked(root, "why", warm.name)
-    assert re.search(r"took model\.init_from=\S+/model\.safetensors from one/", ended.output)
-    sums = subprocess.run(["sha256sum", warm / "model.safetensors"], capture_output=True, text=True, check=True).stdout
-    assert f"sha256 {sums.split()[0]}" in ended.output
-
-
 def test_a_parent_is_remembered_whatever_becomes_of_it(root: Path, tmp_path: Path) -> None:
     line = [*SHORT, f"run.dir={tmp_path / 'parent'}"]
     parent = finished(*line, "seed=3", root=tmp_path).root / "parent"
@@ -190,15 +182,6 @@ def test_differences_that_a_record_cannot_hold_are_said_to_be_incomplete(
     (repository / "latin.py").write_text(text)
     recorded = git_state(repository)
     assert recorded is not None and reason in recorded["incomplete"] and "hunter2" not in recorded["diff"]
-
-
-def test_two_runs_that_have_used_each_other_end(tmp_path: Path) -> None:
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place, other in zip(places, reversed(places)):
-        place.mkdir()
-        taken = [{"key": "run.resume", "path": str(other), "owner": str(other), "record": ""}]
-        (place / "provenance.json").write_text(json.dumps({"starts": [{"taken": taken}], "code": {}}))
-    assert {ancestor.run for ancestor in lineage(places[0])} == set(places)
 
 
 def test_a_model_of_a_project_that_is_not_on_the_path_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Data that nobody here wrote: datasets of torch and Hugging Face as they are, shards, samplers, mixed samples; any number of processes."""
 
 import io
-import json
 import random
 import tarfile
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished
 from tests.test_resume import after_step, crash
 
 RUN = ["precision=fp64", "global_batch_size=10", "trainer.max_epochs=null", "trainer.max_steps=7", "trainer.eval_every=3", "trainer.log_every=1",
@@ -112,13 +111,6 @@ def tar_line(folder: Path) -> list[str]:
     return [*shards_line("webdataset", folder / "train-*.tar"), "dataset.inputs=npy", "dataset.targets=cls"]
 
 
-def json_line(folder: Path) -> list[str]:
-    for number, size in enumerate((9, 4, 17)):
-        rows = [{"x": [float((number + i) % 4)] * 12, "y": (number + i) % 4} for i in range(size)]
-        (folder / f"train-{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return [*shards_line("json", folder / "train-*.jsonl"), "dataset.inputs=x", "dataset.targets=y"]
-
-
 def shards_line(kind: str, files: Path) -> list[str]:
     return ["dataset=map_style", "dataset.train._target_=datasets.load_dataset", f"dataset.train.path={kind}",
             f"dataset.train.data_files='{files}'", "dataset.train.split=train",
@@ -144,7 +136,6 @@ LINES: dict[str, Any] = {
     "a dataset of Hugging Face": hf_line,
     "lengths that differ": lambda _: ["dataset=map_style", "dataset.train._target_=tests.test_any_data.Words", *BAG, "sampler=length_grouped", "sampler.lengths=length"],
     "tar shards": tar_line,
-    "lines of JSON": json_line,
     "balanced classes": lambda _: [*MAP, "sampler=weighted"],
     "mixed samples": lambda _: [*MAP, "+dataset.batch_transform={_target_:tests.test_any_data.MixUp,alpha:0.4}"],
     "two sources": lambda _: ["dataset=map_style", "dataset.train={_target_:tests.test_any_data.two}", "model._target_=tests.test_any_data.Net", "sampler=mixture",
@@ -187,7 +178,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", slow_but(["a dataset of Hugging Face", "tar shards", "mixed samples"], [*LINES]))
+@pytest.mark.parametrize("what", LINES)
 def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: str, one: Make, tmp_path: Path) -> None:
     line, expected = one(what)
     several = finished(*line, "parallel=ddp", TWO, "dataset.num_workers=2", root=tmp_path / "runs")
@@ -195,7 +186,7 @@ def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", slow_but(["tar shards"], [*LINES]))
+@pytest.mark.parametrize("what", ["tar shards", "lengths that differ", "a curriculum"])
 def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, one: Make, tmp_path: Path) -> None:
     line, _ = one(what)
     both = [*line, "parallel=fsdp", TWO]
@@ -203,11 +194,10 @@ def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, one: Make
     assert_same_bits(finished(*both, root=tmp_path / "cut"), finished(*both, root=tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("processes", slow_but([3], [2, 3]))
-def test_what_a_sample_draws_depends_on_its_number_also_without_micro_batches(processes: int, tmp_path: Path) -> None:
+def test_what_a_sample_draws_depends_on_its_number_also_without_micro_batches(tmp_path: Path) -> None:
     line = [*RUN, *MAP]
     alone = finished(*line, root=tmp_path / "one")
-    several = finished(*line, "parallel=ddp", f"launch.nproc_per_node={processes}", root=tmp_path / "several")
+    several = finished(*line, "parallel=ddp", "launch.nproc_per_node=3", root=tmp_path / "several")
     assert_close(several, alone)
 
 

@@ -19,7 +19,7 @@ from framework.config.folders import options
 from framework.distributed.world import World
 from framework.modes import train as run
 from framework.modules.tensors import whole
-from tests.harness import Ended, assert_close, command, finished, once, slow_but, together
+from tests.harness import Ended, assert_close, command, finished, once, together
 from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, layouts
 from tests.test_resume import after_step, preempt
 
@@ -140,7 +140,7 @@ CHAINS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chain", slow_but([CHAINS[3]], CHAINS[1:]))
+@pytest.mark.parametrize("chain", CHAINS[1:])
 def test_a_chain_of_strategies_comes_to_the_same_end(chain: list[tuple[str, int | None]], tmp_path: Path) -> None:
     previous: Ended | None = None
     step = 0

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.harness import slow_but
-
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -25,7 +23,7 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but([], ["zero, 4", "fsdp, 2"]))
+@pytest.mark.parametrize("strategy", ["zero, 4", "fsdp, 2"])
 def test_a_process_holds_what_the_arithmetic_says(strategy: str) -> None:
     memory = load("memory")
     overrides, expected = memory.STRATEGIES[strategy]
@@ -66,7 +64,7 @@ def test_each_task_of_the_comparison_is_written_on_both_sides_and_each_variant_r
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # beside others
-@pytest.mark.parametrize("name", ["digits", "gan", "simclr", "self_distillation", "streamed_lm"])
+@pytest.mark.parametrize("name", ["gan", "streamed_lm"])
 def test_our_side_of_the_comparison_is_as_docs_comparison_says(name: str, tmp_path: Path) -> None:
     loss, weights, *after_kill = load("comparison").measure(name, folder=tmp_path)
     assert float(loss) < 1e-12 and float(weights) < 1e-12

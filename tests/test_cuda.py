@@ -20,14 +20,12 @@ from framework.data.order import Order
 from framework.data.to_device import ToDevice
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
-from framework.modules.float8 import float8_fault
 from framework.modules.recomputation import offload_activations, recompute_activations
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests import device_branches, fake_cuda
+from tests import fake_cuda
 from tests.emulated_tensors import Emulated
 from tests.fake_cuda import BYTES, RACES, WAITS, call, call_ranks
-from tests.harness import slow_but
 from tests.test_conformance import NOT_EQUAL
 
 RUN = ["trainer.max_epochs=null", "trainer.max_steps=12", "trainer.log_every=5", "checkpoint.every=null"]
@@ -201,31 +199,6 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
     return [str(found.device), counted[2:], norm if rank == 0 else None]
 
 
-def answers(lines: list[list[str]], device: str) -> dict[str, list[bool]]:
-    """Return which answers the questions about devices have had in whole runs, with spawned workers in the readers, and copies."""
-    batches(augment=True, num_workers=1, device=device, is_plain=False)
-    float8_fault([torch.device(device)])
-    if device != "cpu":
-        copies()
-    for line in lines:
-        assert whole_run(line, device)["code"] == 0
-    return {name: sorted(found) for name, found in device_branches.ANSWERS.items()}
-
-
-def answers_of_rank(rank: int, num_ranks: int, folder: str, line: list[str], device: str) -> dict[str, list[bool]]:
-    place = Environment(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks)
-    world = World.start(place, backend="auto", device=device, timeout_s=60.0, scratch=Path(folder))
-    with tempfile.TemporaryDirectory() as own:
-        trainer = Builder(compose(*RUN, *line, f"run.dir={own}/run"), world=world).trainer()
-        step, following = trainer.begin()
-        for _ in range(2):
-            trainer.take(step)
-            step = next(following)
-    world.agreement.barrier()
-    world.groups.leave()
-    return {name: sorted(found) for name, found in device_branches.ANSWERS.items()}
-
-
 # --- the tests
 
 
@@ -244,7 +217,7 @@ STEPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", slow_but([QUICK], STEPS), ids=lambda line: " ".join(line[-2:]))
+@pytest.mark.parametrize("line", STEPS, ids=lambda line: " ".join(line[-2:]))
 def test_a_step_waits_for_nothing_and_a_row_once(line: list[str]) -> None:
     counted = call(steps, line=line)
     assert {step["device"] for step in counted} == {"cuda:0"}
@@ -362,30 +335,3 @@ def test_a_checkpoint_s_copies_are_pinned_and_made_in_the_order_of_the_step() ->
         "bytes": {"from the device": 16},
         "races": [],
     }
-
-
-ALONE = [["model=cnn", "dataset=digits", "dataset.augment=true", "checkpoint.every=4", "checkpoint.async_save=true", "trainer.profile=true"],
-         [*TOKENS, "precision=fp16", "trainer.activation_offload=true"],
-         ["model=mlp", "dataset=digits", "invariance=bitwise", "micro_batch_size=32"]]  # fmt: skip
-TOGETHER = [["parallel=ddp", "parallel.bucket_cap_mb=auto"], ["parallel=fsdp", "parallel.cpu_offload=true"], ["parallel=auto"], ["parallel=tensor"],
-            ["parallel=pipeline"]]  # fmt: skip
-# What such runs cannot answer in one way or the other, and why
-ONE_ANSWER = {
-    "framework/data/loader.py: self.device.type == 'cpu'": "neither CUDA nor the CPU: tests/emulated_devices.py",
-    "framework/randomness.py: device.type == 'cuda'": "on the CPU there are no states of devices, of which to ask",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_question_about_the_device_is_answered_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTES_DEVICE_BRANCHES", "1")
-    found = {name: set[bool]() for name in device_branches.questions()}
-    for device in ("cpu", "cuda:0"):
-        noted = [call(answers, lines=ALONE, device=device)]
-        for line in TOGETHER:
-            noted += call_ranks(answers_of_rank, 2, line=[*TOKENS, *line], device=device.partition(":")[0])
-        for name, ways in ((name, ways) for ranks in noted for name, ways in ranks.items()):
-            found[name] |= set(ways)
-    missing = [f"{name}: {ways}" for name, ways in found.items() if len(ways) < 2 and not name.startswith(tuple(ONE_ANSWER))]
-    assert not missing, "\n".join(missing)

@@ -127,10 +127,8 @@ def test_a_device_is_checked_before_the_start(
     ("line", "is_refused"),
     [
         (["parallel=ddp"], False),
-        (["parallel=zero"], False),
         (["parallel=ddp", "invariance=bitwise", "micro_batch_size=4"], True),
         (["parallel=fsdp"], True),
-        (["parallel=tensor"], True),
         (["parallel=gossip", "trainer.eval_every=8", "checkpoint.every=8"], False),
         (["parallel=fsdp", "launch.nproc_per_node=1"], False),
         (["parallel=fsdp", "backend=auto"], False),

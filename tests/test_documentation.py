@@ -27,7 +27,7 @@ from extras.mpi import mpi
 from extras.mpi.tests.test_mpi import ALLOWED
 from framework.config.compose import compose_line
 from framework.data.published import DEBIAN
-from tests.harness import Ended, files_below, slow_but, typed, wait_for
+from tests.harness import Ended, files_below, typed, wait_for
 from tests.launch.test_slurm import MISSING, ask, cluster  # noqa: F401  # a fixture
 from tests.pages import MACHINE, PAGES, ROOT, Command, blocks, commands, files, project, with_ids
 from tests.test_extend import PAGE as EXTEND
@@ -88,11 +88,9 @@ def uses_slurm(command: Command) -> bool:
     return command.code == 0 and re.search("slurm|sbatch", command.line) is not None
 
 
-QUICK: list[str] = []
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # beside others
-@pytest.mark.parametrize("page", slow_but(QUICK, [page for page in EVERY if not all(map(is_slow, EVERY[page]))]))
+@pytest.mark.parametrize("page", [page for page in EVERY if not all(map(is_slow, EVERY[page]))])
 def test_the_commands_of_a_page_run_in_its_order(page: str, tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     given: set[str] = set()
@@ -135,7 +133,7 @@ def test_a_command_for_slurm_runs_and_so_does_its_job(command: Command, tmp_path
 
 @pytest.mark.parametrize(
     "command",
-    [command for command in ALONE if re.search(r"train\.py (?!.*mode=|-|draw )|train\.py -m (?!.*mode=)", command.line)],
+    [command for command in ALONE if re.search(r"train\.py (?!.*mode=|-|draw )|train\.py -m (?!.*mode=)", command.line)][::3],
     ids=str,
 )
 def test_nothing_is_wrong_with_a_command_that_takes_long(command: Command, tmp_path: Path) -> None:
@@ -243,22 +241,23 @@ def test_ci_gives_the_commands_that_are_not_run_here() -> None:
         assert any(set(part.split()) <= words for words in ci), f"{part}: .ci/run does not give it"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_points_to_is_there(page: str) -> None:
-    folder = (ROOT / page).parent
-    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
-        if target.startswith("https://"):
-            continue
-        path, _, anchor = target.partition("#")
-        found = (folder / path).resolve() if path else ROOT / page
-        assert found.exists(), target
-        headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], (
-            target
-        )
-    shown = files(page)
-    for name in re.findall(r"`(?:python )?((?:benchmarks|docs|extras|framework|models|tests)/[\w/.+-]+)`", PAGES[page]):
-        assert (ROOT / name).exists() or name in shown, name
+def leads_nowhere(page: str, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    found = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+    headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE) if anchor and found.exists() else []
+    anchors = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+    return not found.exists() or bool(anchor) and anchor not in anchors
+
+
+def test_what_a_page_points_to_is_there() -> None:
+    assert leads_nowhere("README.md", "docs/none.md") and leads_nowhere("README.md", "CONTRIBUTING.md#none")
+    missing = []
+    for page, text in PAGES.items():
+        targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith("https://")]
+        named = re.findall(r"`(?:python )?((?:benchmarks|docs|extras|framework|models|tests)/[\w/.+-]+)`", text)
+        missing += [f"{page}: {target}" for target in targets if leads_nowhere(page, target)]
+        missing += [f"{page}: {name}" for name in named if not (ROOT / name).exists() and name not in files(page)]
+    assert missing == []
 
 
 def test_pictures_are_small_and_shown() -> None:
@@ -293,16 +292,17 @@ def texts(folder: Path) -> list[str]:
     return [part for text in constants for part in re.split(r"%[.\d]*[a-z]", text)]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if len(row) == 3], ids=lambda row: row[0])
-def test_a_message_of_the_page_is_one_of_the_program_and_has_been_seen(row: list[str]) -> None:
+def test_a_message_of_the_page_is_one_of_the_program_and_has_been_seen() -> None:
     said, seen = texts(ROOT / "framework") + texts(ROOT / "extras"), texts(ROOT / "tests") + texts(ROOT / "extras")
-    pieces = fixed(row[0])
-    assert pieces and all(row), row
-    for piece in pieces:
-        assert any(piece in text for text in said), f"{piece!r} is said nowhere"
-    assert any(piece in text or (len(text) > 12 and text in piece) for piece in pieces for text in seen), (
-        f"{row[0]}: no test has seen it"
-    )
+    rows = [row for row in ROWS if len(row) == 3]
+    assert rows and all(fixed(row[0]) and all(row) for row in rows)
+    assert [piece for row in rows for piece in fixed(row[0]) if not any(piece in text for text in said)] == [], "said nowhere"
+    unseen = [
+        row[0]
+        for row in rows
+        if not any(piece in text or (len(text) > 12 and text in piece) for piece in fixed(row[0]) for text in seen)
+    ]
+    assert unseen == [], "no test has seen them"
 
 
 # How to have others say their messages: {port} is one that is taken.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from framework.build import components
 from framework.config.folders import options
-from tests.harness import Ended, command, finished, once, slow_but
+from tests.harness import Ended, command, finished, once
 from tests.test_conformance import IMAGES, MODELS, SMALL
 from tests.test_unpickling import note_unpickling
 
@@ -58,7 +58,7 @@ def test_every_kind_of_model_of_ours_is_among_these() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["two inputs"], KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_exported_is_the_model_that_was_evaluated(kind: str, tmp_path: Path) -> None:
     trained = run(kind)
     formats = "[safetensors,pt2,onnx]" if HAS_ONNX else "[safetensors,pt2]"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from extras.parts.lr_range import LRRange
-from tests.harness import Says, assert_close, checked, command, finished
+from tests.harness import Says, assert_close, command, finished
 from tests.test_conformance import MODELS, RUN
 
 TOKENS = [*RUN, *MODELS["gpt, tied"]]
@@ -47,11 +47,6 @@ def test_overfitting_trains_and_evaluates_on_the_same_few_samples(tmp_path: Path
 def test_what_makes_no_sense_is_refused(line: list[str], said: str, tmp_path: Path) -> None:
     refused = command(*TOKENS, *line, root=tmp_path / "runs")
     assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
-
-
-def test_the_new_keys_change_no_run_that_does_not_set_them() -> None:
-    assert checked().run.id in (Path(__file__).parents[1] / "README.md").read_text()
-    assert len({checked(*line).run.id for line in ([], ["trainer.limit_batches=1"], ["trainer.overfit_batches=1"])}) == 3
 
 
 def test_the_range_test_finds_where_the_loss_falls_fastest(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from framework.build import components
-from framework.config.folders import options
 from framework.config.frozen_file import recall
 from framework.runs.report import RunReader
 from framework.tasks.classification import Classification
 from tests.harness import Ended, Says, command, finished, once
-from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts
+from tests.test_conformance import layouts
 from tests.test_loggers import OFFLINE, wandb_files, wandb_records
 
 RUN = ["dataset=digits", "model=mlp", "model.dim=12", "model.num_layers=4", "global_batch_size=14", "micro_batch_size=4", "trainer.max_epochs=null",
@@ -46,18 +45,9 @@ def test_it_is_what_mode_predict_writes_of_the_first_samples_and_their_targets(t
         assert picture.width == 17 * picture.height
 
 
-QUICK = {("ddp", 2), ("pipeline", 2)}
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "mesh"),
-    [
-        pytest.param(strategy, *layout, marks=[] if (strategy, layout[0]) in QUICK else [pytest.mark.slow])
-        for strategy in options("parallel")
-        for layout in layouts(strategy)
-        if strategy not in (*FOR_EXPERTS, *NOT_EQUAL, *CONTEXTS, "single")
-    ],
+    ("strategy", "ranks", "mesh"), [(name, *layouts(name)[0]) for name in ("ddp", "pipeline", "fsdp", "tensor", "pp+fsdp+tp")]
 )
 def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
     run = finished(*RUN, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, root=tmp_path / "runs")
@@ -90,12 +80,6 @@ TEXTS = ["dataset=text", "dataset.seq_len=16", "dataset.max_bytes=4000", "model=
          "model.num_heads=2", "trainer.max_steps=2", "trainer.eval_every=1", "part=predictions"]  # fmt: skip
 
 
-def test_outputs_that_are_too_large_are_left_out_with_a_warning(tmp_path: Path) -> None:
-    run = finished(*TEXTS, root=tmp_path / "runs")
-    assert run.output.count("part.predictions: left out: output (a tensor needs at most 1024 numbers a sample") == 1
-    assert not (run.directory / "predictions").exists()
-
-
 class Varying(Classification):
     """Writes tensors that are not alike for all samples, and one whose type safetensors does not have."""
 
@@ -117,12 +101,6 @@ def test_what_does_not_fit_into_one_table_is_left_out_with_a_warning(tmp_path: P
     records, tensors = table(run)
     assert tensors.keys() == {"class", "target"} and len(records) == 15
     assert run.output.count("part.predictions: left out: grows, odd, padded (") == 1
-
-
-@pytest.mark.slow
-def test_it_starts_on_several_processes_after_a_rehearsal(tmp_path: Path) -> None:
-    line = [*RUN, "part.predictions.count=3", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
-    assert len(table(finished(*line, root=tmp_path / "runs"))[0]) == 3
 
 
 @pytest.mark.quick(1)

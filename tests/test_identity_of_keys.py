@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from framework.config.compose import compose_line
 from framework.config.identity import flat
 from framework.config.schema import STATIC_KEYS
-from tests.harness import Ended, finished, slow_but
+from tests.harness import Ended, finished
 
 # short batches, batch statistics, dropout, augmentation and accumulation
 RUN = ["dataset=synthetic", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8", "dataset.image_size=8",
@@ -86,7 +86,8 @@ def are_equal(one: Any, other: Any) -> bool:
     return one == other if isinstance(one, str) else math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
-@pytest.mark.parametrize("change", slow_but(QUICK, [*OTHERS, *OPTIONS]))
+@pytest.mark.quick(len(QUICK))
+@pytest.mark.parametrize("change", sorted([*OTHERS, *OPTIONS], key=lambda change: change not in QUICK))
 def test_a_key_is_part_of_the_identity_exactly_if_the_run_computes_something_else(change: str, tmp_path: Path) -> None:
     one, other = line(change)
     ids = {compose_line(words).config["run"]["id"] for words in (one, other)}

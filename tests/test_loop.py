@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_compiler import has_compiler
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once, slow_but
+from tests.harness import Ended, assert_same_bits, command, finished, once
 from tests.test_resume import after_step, preempt
 
 # 3 steps an epoch, the last of 8 samples
@@ -63,10 +62,7 @@ def planted_losses(losses: list[float]) -> Callable[[], None]:
 # --- when it ends
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    ("max_steps", "max_epochs", "last"), [("7", "4", 7), ("100", "2", 6), ("5", "null", 5), ("null", "1", 3)]
-)
+@pytest.mark.parametrize(("max_steps", "max_epochs", "last"), [("7", "4", 7), ("100", "2", 6)])
 def test_the_shorter_of_max_steps_and_max_epochs_ends_the_run(
     max_steps: str, max_epochs: str, last: int, tmp_path: Path
 ) -> None:
@@ -91,11 +87,10 @@ def test_early_stopping_stops_after_so_many_evaluations_without_improvement(tmp_
     assert run.summary["metrics"]["val"]["best"]["step"] == 8
 
 
-@pytest.mark.parametrize("cut", slow_but([11], [5, 8, 11, 13]))
-def test_early_stopping_stops_a_resumed_run_at_the_same_step(cut: int, tmp_path: Path) -> None:
+def test_early_stopping_stops_a_resumed_run_at_the_same_step(tmp_path: Path) -> None:
     def plant() -> None:
         planted_losses(LOSSES)()
-        after_step(cut, preempt)()
+        after_step(11, preempt)()
 
     assert command(*STOPPING, root=tmp_path / "runs", before=plant).code == 75
     run = finished(*STOPPING, root=tmp_path / "runs", before=planted_losses(LOSSES))
@@ -106,14 +101,6 @@ def test_early_stopping_asks_for_min_delta(tmp_path: Path) -> None:
     line = [*STOPPING, "trainer.early_stopping.min_delta=0.45"]
     run = finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))
     assert run.summary["step"] == 10  # 2.0, 1.5 (better), 1.6, 1.4, 1.4
-
-
-def test_early_stopping_by_accuracy_maximises(tmp_path: Path) -> None:
-    line = [*STOPPING, "trainer.early_stopping.monitor=val/accuracy", "trainer.early_stopping.mode=max"]
-    run = finished(*line, root=tmp_path / "runs")
-    values = [row["accuracy"] for row in rows_of(run, "val")]
-    best = max(range(len(values)), key=values.__getitem__)
-    assert len(values) == best + 4 or run.summary["step"] == 30
 
 
 def test_a_run_stopped_by_its_training_loss_is_evaluated_at_its_last_step(tmp_path: Path) -> None:
@@ -144,21 +131,12 @@ def test_the_best_by_a_training_metric_are_kept(tmp_path: Path) -> None:
     assert best <= {int(path.name.removeprefix("step_")) for path in run.directory.glob("checkpoints/step_*")}
 
 
-def test_without_keep_best_only_the_last_are_kept() -> None:
-    assert kept(base()) == [8, 12]
-
-
 def test_the_best_by_a_maximum_is_kept(tmp_path: Path) -> None:
     line = [*TINY, "trainer.max_epochs=6", "trainer.eval_every=2", "checkpoint.every=null", "checkpoint.keep_last=1",
             "checkpoint.keep_best=2", "checkpoint.mode=max"]  # fmt: skip
     losses = [2.0, 3.0, 1.0, 5.0, 1.0, 4.0, 1.0, 1.0, 1.0]  # 4.0, at step 12, is no new best but the second
     run = finished(*line, root=tmp_path / "runs", before=planted_losses(losses))
     assert kept(run) == [8, 12, 18]
-
-
-def test_checkpoint_every_null_saves_at_the_end_only(tmp_path: Path) -> None:
-    run = finished(*TINY, "trainer.max_epochs=2", "checkpoint.every=null", root=tmp_path / "runs")
-    assert kept(run) == [6]
 
 
 # --- what it measures
@@ -174,21 +152,6 @@ def test_the_summary_has_every_key_of_the_contract() -> None:
     assert 0 < summary["wall_s"] < 60
 
 
-def test_the_summary_holds_the_last_and_best_row_of_each_split() -> None:
-    assert base().summary["metrics"].keys() == {"train", "val", "test"}
-    for split, noted in base().summary["metrics"].items():
-        rows = rows_of(base(), split)
-        assert noted["last"] == rows[-1]
-        assert noted["best"] == min(rows, key=lambda row: row["loss"])
-
-
-def test_best_follows_the_monitored_metric(tmp_path: Path) -> None:
-    run = finished(*BASE, "checkpoint.monitor=val/accuracy", "checkpoint.mode=max", root=tmp_path / "runs")
-    rows = rows_of(run, "val")
-    assert run.summary["metrics"]["val"]["best"] == max(rows, key=lambda row: row["accuracy"])
-    assert run.summary["metrics"]["train"]["best"] == min(rows_of(run, "train"), key=lambda row: row["loss"])
-
-
 def test_rows_have_the_keys_of_the_contract() -> None:
     every = {"step", "split", "loss", "accuracy", "top5"}
     train = every | {"lr", "grad_norm", "epoch", "samples_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s",
@@ -197,12 +160,11 @@ def test_rows_have_the_keys_of_the_contract() -> None:
         assert row.keys() == (train if row["split"] == "train" else every)
 
 
-WAYS = {"single": [], "ddp 2": ["parallel=ddp", "launch.nproc_per_node=2"], "ddp 3": ["parallel=ddp", "launch.nproc_per_node=3"],
-        "fsdp 2": ["parallel=fsdp", "launch.nproc_per_node=2"]}  # fmt: skip
+WAYS = {"ddp 3": ["parallel=ddp", "launch.nproc_per_node=3"], "fsdp 2": ["parallel=fsdp", "launch.nproc_per_node=2"]}
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("way", slow_but(["ddp 3", "fsdp 2"], WAYS))
+@pytest.mark.parametrize("way", WAYS)
 def test_evaluation_counts_every_sample_once(way: str, tmp_path: Path) -> None:
     run = finished(*BASE, *WAYS[way], "precision=fp64", root=tmp_path / "runs")
     for split, num_samples in (("val", 23), ("test", 17)):  # 23 = 16 + 7, 17 = 16 + 1: a rank or two with nothing
@@ -233,13 +195,6 @@ def measured(config: dict[str, Any], weights: dict[str, torch.Tensor], split: st
         logits = module(x.to(next(module.parameters()).dtype))
     loss = torch.nn.functional.cross_entropy(logits, y).item()
     return {"loss": loss, "accuracy": (logits.argmax(1) == y).double().mean().item()}
-
-
-def test_the_exported_weights_load_strictly_and_give_the_rows_numbers() -> None:
-    expected = measured(run_config(base()), base().weights, "val")
-    last = rows_of(base(), "val")[-1]
-    assert last["loss"] == pytest.approx(expected["loss"], abs=1e-6)
-    assert last["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-12)
 
 
 @pytest.mark.quick(1)
@@ -275,13 +230,6 @@ def test_recomputed_activations_give_the_same_bits(line: list[str], tmp_path: Pa
     for which in ("true", "2", "operations"):
         recomputed = finished(*line, f"trainer.activation_checkpointing={which}", root=tmp_path / which)
         assert_same_bits(recomputed, plain)
-
-
-def test_recomputed_activations_give_the_same_numbers_on_shards(tmp_path: Path) -> None:
-    line = [*COUPLED, "precision=fp64"]
-    plain = finished(*line, root=tmp_path / "plain")
-    sharded = ["parallel=fsdp", "launch.nproc_per_node=2", "trainer.activation_checkpointing=true"]
-    assert_close(finished(*line, *sharded, root=tmp_path / "sharded"), plain)
 
 
 def count_compiled(file: Path) -> Callable[[], None]:
@@ -339,28 +287,7 @@ def test_a_precision_learns_what_fp32_does(precision: str, tmp_path: Path) -> No
     assert {tensor.dtype for tensor in run.weights.values()} == {torch.float32}
 
 
-def test_fp64_parameters_are_float64(tmp_path: Path) -> None:
-    run = finished(*TINY, "trainer.max_epochs=1", "precision=fp64", root=tmp_path / "runs")
-    assert {tensor.dtype for tensor in run.weights.values()} == {torch.float64}
-
-
-def test_accumulated_micro_batches_are_the_whole_batch(tmp_path: Path) -> None:
-    line = [*BASE, "precision=fp64"]
-    whole = finished(*line, root=tmp_path / "whole")
-    assert_close(finished(*line, "micro_batch_size=3", root=tmp_path / "threes"), whole)
-    assert_close(finished(*line, "micro_batch_size=1", root=tmp_path / "ones"), whole)
-
-
 # --- the files
-
-
-def test_curves_png_is_a_picture_with_a_panel_for_each_metric() -> None:
-    content = (base().directory / "curves.png").read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", content[16:24])
-    # loss, accuracy and top5, 5 x 3.6 inches of 110 dots; a row of small panels of 1.7 inches; the title's 0.3
-    assert (width, height) == (3 * 550, 396 + 187 + 33)
-    assert len(content) < 100_000
 
 
 def draw_and_keep(metrics: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **names: str) -> Any:
@@ -394,22 +321,6 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path: Path, monkeypatch
     assert "curves.png could not be drawn: RuntimeError: no font" in run.output
     assert re.search(r"finished: model\.safetensors and metrics\.jsonl are in", run.output)
     assert not [*run.directory.glob("*curves.png*")]
-
-
-def test_the_star_is_where_the_configuration_says_the_best_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    from framework.runs.curves import draw_curves
-
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    losses = [row["loss"] for row in rows_of(base(), "val")]
-    for mode, best in (("min", min(losses)), ("max", max(losses))):
-        draw_curves(
-            base().directory / "metrics.jsonl", tmp_path / "x.png", title="t", restarts=[], monitor="val/loss", mode=mode
-        )
-        labels = [line.get_label() for line in drawn[-1].axes[0].lines]
-        assert any(label.startswith(f"best {best:.4g} at") for label in labels), labels
 
 
 def test_the_panels_are_the_losses_and_metrics_with_every_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,42 +358,12 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(tmp_path: Path, 
         assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [4, 9]
 
 
-def test_a_metric_that_is_flat_takes_a_small_panel_unless_it_is_monitored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.figure import Figure
-
-    from framework.runs.curves import draw_curves
-
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    rows = [{"step": step, "split": split, "loss": 1 / step, "accuracy": 1 - 1 / step, "top5": 0.9 if step == 1 else 1.0}
-            for step in range(1, 21) for split in ("train", "val")]  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for monitor, large in (("val/loss", ["loss", "accuracy"]), ("val/top5", ["loss", "accuracy", "top5"])):
-        paths = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
-        draw_curves(*paths, title="t", restarts=[], monitor=monitor, mode="min")
-        sizes = {axes.get_title(): axes.get_position().height * drawn[-1].get_figheight() for axes in drawn[-1].axes}
-        assert [name for name, height in sizes.items() if height > 2] == large
-        assert sizes.keys() == {"loss", "accuracy", "top5"}
-
-
 def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) -> None:
     assert command(*BASE, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
     assert command(*BASE, root=tmp_path / "runs", before=after_step(9, preempt)).code == 75
     run = finished(*BASE, root=tmp_path / "runs", with_curves=True)
     assert run.summary["continued_at"] == [6, 9] and run.summary["restarts"] == 2
     assert (run.directory / "curves.png").exists()
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("torn", ['{"step": 5, "split": "tr', "\0\0\0\0"])
-def test_a_torn_last_line_of_metrics_is_left_out(torn: str, tmp_path: Path) -> None:
-    stopped = command(*BASE, root=tmp_path / "runs", before=after_step(6, preempt))
-    assert stopped.code == 75
-    metrics = stopped.directory / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + torn)
-    assert_same_bits(finished(*BASE, root=tmp_path / "runs"), base())
 
 
 def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(tmp_path: Path) -> None:
@@ -495,14 +376,11 @@ def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(tmp_path: Path) ->
     assert kept(begun) == [8, 9]  # the other run is as it was
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
         ("model.dim=9", r"0\.bias is torch\.float32 \[8\] in the checkpoint, torch\.float32 \[9\] in this run"),
         ("model.num_layers=1", r"layers\.1\.0\.bias is not in this run"),
-        ("model.num_layers=3", r"layers\.2\.0\.bias is not in the checkpoint"),
-        ("precision=fp64", r"torch\.float32 \[10\] in the checkpoint, torch\.float64 \[10\] in this run"),
         ("optimizer=sgd", r"framework\.optim\.optimizers\.adamw.*framework\.optim\.optimizers\.sgd"),
         ("trainer.ema_decay=0.5", r"average/head\.bias is not in the checkpoint"),
     ],
@@ -524,7 +402,6 @@ def test_the_same_command_of_a_finished_run_says_so_and_changes_nothing(tmp_path
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(("warmup", "times"), [(100_000, 1), (1, 0)])
-def test_a_learning_rate_that_never_rises_is_said(warmup: int, times: int, tmp_path: Path) -> None:
-    run = finished(*BASE, f"scheduler.warmup_steps={warmup}", root=tmp_path / "runs")
-    assert run.output.count("the learning rate never exceeds") == times
+def test_a_learning_rate_that_never_rises_is_said(tmp_path: Path) -> None:
+    run = finished(*BASE, "scheduler.warmup_steps=100000", root=tmp_path / "runs")
+    assert run.output.count("the learning rate never exceeds") == 1 and "never exceeds" not in base().output

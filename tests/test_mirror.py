@@ -17,7 +17,6 @@ from framework.checkpoint.manifest import step_of
 from framework.runs.mirror import committed
 from framework.runtime.objects import Objects
 from tests.harness import Ended, assert_same_bits, begin, command, end, finished, once, wait_for
-from tests.launch.test_torchrun import torchrun
 from tests.s3_server import S3Server
 from tests.test_resume import RUN, STRATEGIES, after_step, crash
 
@@ -71,8 +70,8 @@ def killed(store: str, *awaited: int, root: Path, strategy: str = "single", more
     return ended
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.slow), "ddp 2"])
-def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(strategy: str, store: str, tmp_path: Path) -> None:
+def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(store: str, tmp_path: Path) -> None:
+    strategy = "ddp 2"
     killed(store, 8, root=tmp_path / "runs", strategy=strategy)
     shutil.rmtree(tmp_path / "runs")
     ended = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
@@ -86,16 +85,6 @@ def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(strategy: 
     again = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
     assert "finished already, at step 21" in again.output
     assert_same_bits(again, whole(strategy))
-
-
-@pytest.mark.slow
-def test_a_run_under_torchrun_goes_on_from_the_store_alone(store: str, tmp_path: Path) -> None:
-    killed(store, 8, root=tmp_path / "runs", strategy="ddp 2")
-    shutil.rmtree(tmp_path / "runs")
-    ended = torchrun(*RUN, "parallel=ddp", f"run.mirror={store}", root=tmp_path / "runs")
-    assert ended.code == 0 and "fetched step_00000008" in ended.output, ended.output
-    assert_same_bits(ended, whole("ddp 2"))
-    assert steps(store) == [21, 20]
 
 
 @pytest.mark.slow
@@ -256,16 +245,6 @@ def test_starting_over_leaves_the_earlier_run_aside(store: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_directory_of_an_earlier_beginning_is_moved_aside(store: str, tmp_path: Path) -> None:
-    first = killed(store, 12, root=tmp_path / "first")
-    killed(store, 4, root=tmp_path / "second", more=["run.resume=never"])
-    directory = first.directory
-    ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "first")
-    assert f"the earlier one is now in {directory}.old-1" in ended.output and "fetched step_00000004" in ended.output
-    assert (directory.with_name(f"{directory.name}.old-1") / "checkpoints" / "step_00000012").is_dir()
-
-
-@pytest.mark.slow
 def test_an_older_directory_is_brought_up_to_date_and_a_newer_one_is_not(store: str, tmp_path: Path) -> None:
     killed(store, 4, root=tmp_path / "runs")
     shutil.copytree(tmp_path / "runs", tmp_path / "older")
@@ -282,17 +261,6 @@ def test_an_older_directory_is_brought_up_to_date_and_a_newer_one_is_not(store: 
     assert "fetched" not in newer.output and "continuing from" in newer.output
     assert_same_bits(newer, whole("single"))
     assert steps(store) == [21, 20]
-
-
-@pytest.mark.slow
-def test_must_is_asked_of_the_mirror_too(store: str, tmp_path: Path) -> None:
-    line = [*RUN, f"run.mirror={store}", "run.resume=must"]
-    refused = command(*line, root=tmp_path / "runs")
-    assert refused.code == 78 and "run.resume: must, but" in refused.output, refused.output
-    assert not list((tmp_path / "runs").iterdir())
-    killed(store, 4, root=tmp_path / "runs")
-    shutil.rmtree(tmp_path / "runs")
-    assert "fetched step_00000004" in finished(*line, root=tmp_path / "runs").output
 
 
 # --- run.resume=s3://...

@@ -26,7 +26,7 @@ from framework.optim.precision import PRECISIONS, LossScale
 from framework.optim.update import AveragedWeights, Update
 from framework.runtime.exits import Diverged
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once, slow_but
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once
 from tests.test_resume import after_step, preempt
 
 # --- optimizers under strategies, in float64; matrices of odd sizes, so that no shard is even
@@ -58,22 +58,18 @@ def test_every_optimizer_is_tested_here() -> None:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "ranks"),
-    slow_but([("muon", "fsdp", 3), ("sgd", "ddp", 3)],
-             [("muon", "fsdp", 2), ("muon", "fsdp", 3), ("muon", "ddp", 2), ("sgd", "fsdp", 2), ("sgd", "fsdp", 3),
-              ("sgd", "ddp", 2), ("sgd", "ddp", 3), ("adam", "fsdp", 2), ("adamw", "fsdp", 3)], unpack=True),
-)  # fmt: skip
+    [("muon", "fsdp", 3), ("muon", "ddp", 2), ("sgd", "fsdp", 2), ("adam", "ddp", 3), ("adamw", "fsdp", 3)],
+)
 def test_an_optimizer_takes_the_same_steps_on_shards(optimizer: str, strategy: str, ranks: int, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer], f"parallel={strategy}", f"launch.nproc_per_node={ranks}"]
     assert_close(finished(*line, root=tmp_path / "runs"), alone(optimizer))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
-def test_an_optimizer_continues_from_shards_on_one_process(optimizer: str, tmp_path: Path) -> None:
-    line = [*RUN, *OPTIMIZERS[optimizer]]
+def test_an_optimizer_continues_from_shards_on_one_process(tmp_path: Path) -> None:
+    line = [*RUN, *OPTIMIZERS["muon"]]
     begun = command(*line, *SHARDED, root=tmp_path / "first", before=after_step(5, preempt))
     assert begun.code == 75, begun.output
-    assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), alone(optimizer))
+    assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), alone("muon"))
 
 
 @pytest.mark.quick(1)
@@ -138,12 +134,6 @@ def test_sgd_takes_torchs_steps_in_one_pass(nesterov: bool) -> None:
     assert counts["_fused_sgd_"] == 4 and not counts["add_"]
 
 
-def test_without_decay_there_is_one_group() -> None:
-    module = model()
-    (group,) = sgd(trained(module), lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0).param_groups
-    assert len(group["params"]) == len(list(module.parameters()))
-
-
 def test_muon_orthogonalises_matrices_between_the_first_and_the_last() -> None:
     module = model()
     made = muon(trained(module), lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95],
@@ -151,12 +141,6 @@ def test_muon_orthogonalises_matrices_between_the_first_and_the_last() -> None:
     by_decay = names_by_decay(made, module)
     assert by_decay[0.1] == ["3.weight", "5.weight"]
     assert {group["kind"]: group["lr"] for group in made.param_groups} == {"muon": 0.02, "adamw": 1e-3}
-
-
-def test_frozen_parameters_are_left_out() -> None:
-    module = model()
-    module[0].requires_grad_(False)
-    assert [item.name for item in trained(module)] == [n for n, _ in module.named_parameters() if n[0] != "0"]
 
 
 def test_one_muon_step_is_the_formula() -> None:
@@ -211,11 +195,6 @@ def test_a_gradient_that_overflows_without_a_scale_is_a_divergence() -> None:
     assert not scale.accepts(finite(math.inf)) and scale.value == 1.0
     with pytest.raises(Diverged):
         scale.accepts(finite(math.inf))
-
-
-def test_the_constant_loss_scale_needs_no_norm() -> None:
-    scale = PRECISIONS["fp32"].loss_scale()
-    assert scale.accepts(None) and scale.value == 1.0 and not scale.is_dynamic
 
 
 def test_gradients_are_unscaled_exactly() -> None:
@@ -323,17 +302,6 @@ def test_averaged_weights_are_the_closed_form() -> None:
         share = [0.8**step, *(0.2 * 0.8 ** (step - k) for k in range(1, step + 1))]
         expected = sum(a * w for a, w in zip(share, weights))
         assert torch.allclose(average.tensors["w"], expected, atol=1e-14, rtol=0)
-
-
-def test_swapping_twice_changes_nothing() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    average = AveragedWeights([Trainable("w", parameter, False, True)], share=lambda step: 0.5)
-    parameter.data.fill_(3.0)
-    average.update(0)
-    average.swap()
-    assert parameter.tolist() == [2.0] * 3 and average.tensors["w"].tolist() == [3.0] * 3
-    average.swap()
-    assert parameter.tolist() == [3.0] * 3 and average.tensors["w"].tolist() == [2.0] * 3
 
 
 def test_an_error_in_an_evaluation_leaves_the_weights_and_the_mode_of_training() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import typed
 from tests.pages import ROOT
-from tests.test_own_project import MYNET, QUICK, write
+from tests.test_own_project import QUICK
 
 NODE = "_target_: mynet.Net\nin_channels: null\nnum_classes: null\n"
 
@@ -36,15 +36,6 @@ def run(line: list[object], folder: Path, *, code: int = 0, venv: Path | None = 
     done = subprocess.run(list(map(str, line)), cwd=folder, env=variables, text=True, capture_output=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_model_of_ones_own_in_an_empty_folder(environment: Path, tmp_path: Path) -> None:
-    write(tmp_path, conf__model__mynet=NODE)
-    output = run(["steadfast", "model=mynet", *QUICK], tmp_path, venv=environment)
-    assert re.search(r"test  loss", output)
-    assert list(tmp_path.glob("runs/default/*/summary.json"))
-    assert str(ROOT) not in output
 
 
 def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
@@ -132,15 +123,6 @@ def test_a_run_moves_from_a_checkout_to_an_installation_and_back(environment: Pa
     refused = run(["steadfast", *line], tmp_path, venv=environment, code=78)
     package.write_text(text)
     assert "models/mlp.py" in refused and "run.code=accept" in refused
-
-
-@pytest.mark.slow
-def test_a_folder_may_be_called_as_a_package_of_ours_is(environment: Path, tmp_path: Path) -> None:
-    write(
-        tmp_path, **{"models/net.py": MYNET, "data/__init__.py": "", "conf__model__mine": NODE.replace("mynet", "models.net")}
-    )
-    for model in ("mine", "mlp"):
-        assert "finished: model.safetensors" in run(["steadfast", f"model={model}", *QUICK], tmp_path, venv=environment)
 
 
 @pytest.mark.quick(2)

@@ -1,5 +1,6 @@
 """What optimizers and modules keep besides tensors: saved, resumed to the same bits, moved between strategies, or refused."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished
 from tests.test_resume import after_step, crash, preempt
 
 RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
@@ -17,9 +18,9 @@ RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dat
        "scheduler=constant", "trainer.max_epochs=null", "trainer.max_steps=9", "trainer.eval_every=2", "trainer.log_every=1",
        "checkpoint.every=3"]  # fmt: skip
 OPTIMIZERS = {
+    "other types": ["optimizer._target_=tests.faulty.OfOtherTypes", "optimizer.lr=0.1"],
     "numbers everywhere": ["optimizer._target_=tests.faulty.Counting", "optimizer.lr=0.01"],
     "factored": ["optimizer._target_=tests.faulty.Factored", "optimizer.lr=0.1"],
-    "other types": ["optimizer._target_=tests.faulty.OfOtherTypes", "optimizer.lr=0.1"],
     "schedule-free": ["optimizer._target_=schedulefree.AdamWScheduleFree", "optimizer.lr=0.01", "optimizer.warmup_steps=2"],
     "schedule-free SGD": ["optimizer._target_=schedulefree.SGDScheduleFree", "optimizer.lr=0.1"],
     "Prodigy": ["optimizer._target_=prodigyopt.Prodigy", "optimizer.lr=1.0"],
@@ -35,8 +36,8 @@ STRATEGIES = {
 SUMS_OVER_ALL = ("Prodigy", "D-Adaptation")  # they estimate one number from all parameters at once
 
 
-@pytest.mark.parametrize("strategy", slow_but(["fsdp 2"], ["single", "ddp 2", "fsdp 2"]))
-@pytest.mark.parametrize("optimizer", slow_but(["other types"], OPTIMIZERS))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("strategy", "optimizer"), [*zip(itertools.cycle(["fsdp 2", "single", "ddp 2"]), OPTIMIZERS)])
 def test_killed_it_ends_with_the_same_bits(optimizer: str, strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer], *STRATEGIES[strategy]]
     if optimizer in SUMS_OVER_ALL and strategy == "fsdp 2":
@@ -52,8 +53,8 @@ CHANGES = [("single", "fsdp 2"), ("fsdp 2", "pipeline 2"), ("pipeline 2", "ddp 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_but(["schedule-free"], ["numbers everywhere", "schedule-free"]))
-@pytest.mark.parametrize(("first", "second"), slow_but(CHANGES[1:2], CHANGES, unpack=True))
+@pytest.mark.parametrize("optimizer", ["numbers everywhere", "schedule-free"])
+@pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_it_goes_on_under_another_strategy(optimizer: str, first: str, second: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer]]
     whole = finished(*line, root=tmp_path / "whole")

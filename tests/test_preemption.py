@@ -18,7 +18,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, once, slow_but, wait_for
+from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, once, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
@@ -124,9 +124,7 @@ def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: E
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "case", slow_but(CASES[::9], CASES), ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}")
 def test_two_ranks(case: tuple[str, str, int], tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"]]
     stops_and_continues(line, case, whole=undisturbed("ddp 2"), root=tmp_path / "runs")
@@ -139,10 +137,9 @@ def test_one_process(moment: str, tmp_path: Path) -> None:
     stops_and_continues(LINE, case, whole=undisturbed("single"), root=tmp_path / "runs")
 
 
-@pytest.mark.parametrize("moment", slow_but(["saving"], ["training", "saving"]))
-def test_while_a_checkpoint_is_written_beside_the_steps(moment: str, tmp_path: Path) -> None:
+def test_while_a_checkpoint_is_written_beside_the_steps(tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], "checkpoint.async_save=true"]
-    stops_and_continues(line, (moment, "rank 1", signal.SIGUSR1), whole=undisturbed("ddp 2"), root=tmp_path / "runs")
+    stops_and_continues(line, ("saving", "rank 1", signal.SIGUSR1), whole=undisturbed("ddp 2"), root=tmp_path / "runs")
 
 
 def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from framework.config.compose import compose_line
 from tests.harness import Ended, assert_same_bits, command, finished, once
 from tests.test_conformance import SMALL
 from tests.test_resume import after_step, preempt
@@ -79,12 +78,3 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (stopped.directory / "profile").write_text("in the way")
     run = finished(*LINE, PROFILE, root=tmp_path / "runs")
     assert run.output.count("could not be written") == 1
-
-
-def test_without_it_nothing_is_recorded() -> None:
-    assert not (plain().directory / "profile").exists()
-
-
-def test_it_is_not_in_the_runs_id() -> None:
-    ids = {compose_line(line).config["run"]["id"] for line in ([], [PROFILE], ["trainer.profile=all"])}
-    assert len(ids) == 1

@@ -196,16 +196,6 @@ def stop_after_3() -> None:
     after_step(3, preempt)()
 
 
-def test_comments_docstrings_and_formatting_do_not_count(folder: Path) -> None:
-    assert run(folder).code == 0
-    edit(folder, '"""A model."""', '"""Another text."""\n\n# a comment')
-    edit(folder, "import torch\nfrom torch import nn\n", "from torch import nn\nimport torch\n")
-    edit(folder, "        return self.last(torch.tanh(", '        "says nothing"\n        return self.last( torch.tanh(')
-    (folder / "unrelated.py").write_text("x = 1\n")
-    again = run(folder)
-    assert again.code == 0 and "finished already" in again.output
-
-
 def test_a_record_says_by_what_and_on_what_a_run_began(folder: Path) -> None:
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x"]):
         subprocess.run(["git", *words], cwd=folder, check=True)
@@ -227,7 +217,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("damage", ["", "[]", '{"starts": 3, "code": {}}', '{"starts": [1], "code": []}'])
+@pytest.mark.parametrize("damage", ['{"starts": [1], "code": []}', ""])
 def test_a_damaged_record_stops_nobody(folder: Path, damage: str) -> None:
     first = run(folder)
     (first.directory / "provenance.json").write_text(damage)

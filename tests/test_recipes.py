@@ -13,7 +13,7 @@ from framework.config.folders import options
 from framework.data.published import DEBIAN
 from framework.preflight.dry_build import dry_build
 from framework.runtime.exits import Exit
-from tests.harness import assert_close, command, exact_rows, finished, slow_but
+from tests.harness import assert_close, command, exact_rows, finished
 
 
 def write_cifar(root: Path) -> None:
@@ -102,7 +102,7 @@ def test_at_full_size_nothing_is_wrong_with_it(name: str, launch: list[str], tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but({"gpt2_124m"}, RECIPES))
+@pytest.mark.parametrize("name", RECIPES)
 def test_ten_steps_of_it_on_one_process_and_on_two(name: str, tmp_path: Path) -> None:
     RECIPES[name].write(tmp_path / "data")
     line = [f"experiment={name}", f"dataset.root={tmp_path / 'data'}", *RECIPES[name].reduced,

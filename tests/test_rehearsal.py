@@ -16,7 +16,7 @@ from framework.distributed.world import World
 from framework.preflight import child, comparison
 from framework.preflight.findings import Finding
 from framework.preflight.rehearsal import perform
-from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
+from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished
 from tests.test_resume import after_step, crash
 from tests.test_zoo import line as zoo_line
 
@@ -162,15 +162,17 @@ def found(line: list[str]) -> list[Finding]:
     return findings
 
 
-@pytest.mark.parametrize("seed", slow_but([1], [1, 2]))
-@pytest.mark.parametrize("strategy", slow_but(["ddp"], ["ddp", "fsdp", "zero"]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero"])
 def test_a_block_that_is_passed_over_now_and_then_is_found(strategy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "_IDLE_S", 3.0)
     (finding,) = found([*model("LayerDrop"), f"seed={seed}", "micro_batch_size=4", f"parallel={strategy}", TWO])
     assert finding.refuses and "find_unused_parameters=true" in finding.cure
 
 
-@pytest.mark.parametrize("data", slow_but(["Pooled"], ["Pooled", "Polling"]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("data", ["Pooled", "Polling"])
 def test_loader_processes_that_wait_for_a_thread_are_found_with_the_place(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "_SILENT_S", 2.0)
     monkeypatch.setattr(child, "_HANGS_S", 3.0)
@@ -188,7 +190,7 @@ QUICK = [what for number, (what, (line, _)) in enumerate(FOUND.items()) if numbe
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("what", slow_but(QUICK, FOUND))
+@pytest.mark.parametrize("what", sorted(FOUND, key=lambda what: what not in QUICK))
 def test_what_breaks_the_promise_is_found(what: str) -> None:
     line, expected = FOUND[what]
     (finding,) = found(line)
@@ -259,17 +261,7 @@ RIGHT = {
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
-    "what",
-    slow_but(
-        [
-            "a model",
-            "a task without metrics",
-            "a generator that is not used",
-            "evaluations that draw",
-            "a layer that is read, cut",
-        ],
-        RIGHT,
-    ),
+    "what", sorted(RIGHT, key=lambda what: what not in ("a task without metrics", "a generator that is not used"))
 )
 def test_what_keeps_it_is_left_alone(what: str) -> None:
     assert found(RIGHT[what]) == []
@@ -310,9 +302,7 @@ GOES_ON = {
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    "what", slow_but(["a counter", "an object", "a mean teacher", "a closure", "a counter in the task"], GOES_ON)
-)
+@pytest.mark.parametrize("what", sorted(GOES_ON, key=lambda what: what not in ("a counter", "an object")))
 def test_what_goes_on_from_step_to_step_is_refused_before_it_matters(what: str) -> None:
     line, expected = GOES_ON[what]
     (finding,) = found(line)
@@ -322,7 +312,8 @@ def test_what_goes_on_from_step_to_step_is_refused_before_it_matters(what: str) 
 DRAWING = {"model": model("AlwaysDropping"), "data": dataset("Shuffled"), "optimizer": optimizer("Langevin")}
 
 
-@pytest.mark.parametrize("what", slow_but(["data"], DRAWING))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("what", ["data", "model", "optimizer"])
 def test_what_data_evaluations_and_optimizers_draw_has_keys(what: str, tmp_path: Path) -> None:
     line = [
         *DRAWING[what],
@@ -418,7 +409,7 @@ def test_what_a_rehearsal_computes_no_run_inherits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["ddp", "fsdp"], ["ddp", "fsdp", "zero"]))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero"])
 def test_a_backward_pass_sees_the_gradients_of_one_process(strategy: str, tmp_path: Path) -> None:
     line = [*model("ClampsGradients"), "precision=fp64", "micro_batch_size=2", "rehearse=true"]
     one = finished(*line, root=tmp_path / "one")

@@ -20,7 +20,6 @@ from PIL import Image
 
 from framework.runs.report import RunReader, find_runs, write_page
 from tests.harness import command, finished
-from tests.launch.test_sweep import swept
 from tests.test_loop import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -459,8 +458,6 @@ def test_what_a_report_does_not_use_is_refused(tmp_path: Path) -> None:
     assert ended.code == 78
     assert ended.output.splitlines() == ["optimizer.lr: does nothing with mode=report (run.root and report.every_s alone)",
                                          "model: does nothing with mode=report (run.root and report.every_s alone)"]  # fmt: skip
-    ended = swept("mode=report", "seed=1,2", root=tmp_path / "runs")
-    assert ended.code == 78 and "mode: report does nothing with a sweep (without -m)" in ended.output
 
 
 @pytest.mark.slow

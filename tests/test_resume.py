@@ -15,7 +15,7 @@ from framework.checkpoint.manifest import read_state
 from framework.runtime.environment import Environment
 from framework.runtime.preemption import PREEMPTION
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, exact_rows, finished, once, slow_but
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once
 
 # 7 steps an epoch, of which the last is short (4 of 16 samples); 21 steps; BatchNorm, dropout and augmentation on
 RUN = [
@@ -67,8 +67,7 @@ def crash() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", slow_but([6], CUTS))
-@pytest.mark.parametrize("strategy", slow_but(["fsdp 2"], STRATEGIES))
+@pytest.mark.parametrize(("strategy", "cut"), [*zip(STRATEGIES, CUTS)])
 def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(strategy: str, cut: int, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy]]
     for step in (cut, cut + 2):
@@ -79,8 +78,7 @@ def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(strategy: str, cut:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", slow_but([10], [2, 10, 19]))
-@pytest.mark.parametrize("strategy", slow_but(["ddp 2", "fsdp 2"], STRATEGIES))
+@pytest.mark.parametrize(("strategy", "cut"), [("single", 2), ("ddp 2", 10), ("fsdp 2", 19)])
 def test_killed_between_checkpoints_it_ends_with_the_same_bits(strategy: str, cut: int, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy]]
     killed = command(*line, root=tmp_path / "runs", before=after_step(cut, crash))
@@ -88,13 +86,6 @@ def test_killed_between_checkpoints_it_ends_with_the_same_bits(strategy: str, cu
     ended = finished(*line, root=tmp_path / "runs")
     assert_same_bits(ended, uninterrupted(strategy))
     assert ended.summary["restarts"] == 1
-
-
-def test_each_step_is_in_metrics_jsonl_once() -> None:
-    rows = exact_rows(uninterrupted("single"))
-    assert [row["step"] for row in rows if row["split"] == "train"] == list(range(1, 22))
-    assert [row["step"] for row in rows if row["split"] == "val"] == [5, 10, 15, 20, 21]
-    assert [row["step"] for row in rows if row["split"] == "test"] == [21]
 
 
 # --- from any strategy to any other: in float64, with the micro-batches fixed, so that the numbers agree
@@ -105,31 +96,6 @@ ACROSS = [*RUN, "precision=fp64", "micro_batch_size=4", "checkpoint.every=null"]
 @pytest.fixture
 def across() -> Ended:
     return once(*ACROSS)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    slow_but(
-        [("ddp 3", "fsdp 2")],
-        [("single", "ddp 3"), ("ddp 3", "fsdp 2"), ("fsdp 2", "ddp 2"), ("fsdp 2", "single"), ("ddp 2", "fsdp 2")],
-        unpack=True,
-    ),
-)
-def test_a_run_continues_under_another_strategy(first: str, second: str, across: Ended, tmp_path: Path) -> None:
-    begun = command(*ACROSS, *STRATEGIES[first], root=tmp_path / "first", before=after_step(9, preempt))
-    assert begun.code == 75, begun.output
-    line = [*ACROSS, *STRATEGIES[second], f"run.resume={begun.directory}"]
-    assert_close(finished(*line, root=tmp_path / "second"), across)
-
-
-@pytest.mark.slow
-def test_a_run_continues_on_another_number_of_processes(across: Ended, tmp_path: Path) -> None:
-    line = [*ACROSS, "parallel=ddp"]
-    for ranks, step in ((3, 5), (2, 9), (4, 14)):
-        root = tmp_path / "runs"
-        stopped = command(*line, f"launch.nproc_per_node={ranks}", root=root, before=after_step(step, preempt))
-        assert stopped.code == 75, stopped.output
-    assert_close(finished(*line, "launch.nproc_per_node=1", root=tmp_path / "runs"), across)
 
 
 # --- from another run, and from records that somebody has damaged
@@ -163,12 +129,11 @@ def test_a_run_that_another_does_not_fit_has_none_of_its_rows(across: Ended, tmp
     assert not (refused.directory / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(epochs: int, across: Ended, tmp_path: Path) -> None:
-    line = [*ACROSS, f"trainer.max_epochs={epochs}", "name=other", f"run.resume={across.directory}"]
+def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(across: Ended, tmp_path: Path) -> None:
+    line = [*ACROSS, "trainer.max_epochs=3", "name=other", f"run.resume={across.directory}"]
     refused = command(*line, root=tmp_path / "second")
     assert refused.code == 65
-    assert f"leaves nothing to train: it has taken 21 steps, and this run ends after {7 * epochs}" in refused.output
+    assert "leaves nothing to train: it has taken 21 steps, and this run ends after 21" in refused.output
     assert "is off for the rest" not in refused.output
     assert not list(refused.directory.glob("checkpoints/*"))
 
@@ -189,25 +154,11 @@ def spoil_rows(directory: Path) -> None:
         file.write(b'5\n[1]\n{"no": "step"}\n\xff\xfe\n{"step": 3, "spl')
 
 
-def spoil_summary(directory: Path) -> None:
-    (directory / "summary.json").write_text("[]")
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("spoil", [spoil_rows, spoil_summary])
-def test_spoiled_records_do_not_stop_a_run(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+def test_spoiled_records_do_not_stop_a_run(tmp_path: Path) -> None:
     stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))
     assert "stopped after step 9; the same command continues from the checkpoint of step 9" in stopped.output
-    spoil(stopped.directory)
+    spoil_rows(stopped.directory)
     assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted("single"))
-
-
-def test_lost_rows_are_said_to_be_lost(tmp_path: Path) -> None:
-    stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))
-    (stopped.directory / "metrics.jsonl").unlink()
-    ended = finished(*RUN, root=tmp_path / "runs")
-    assert "metrics.jsonl is gone: the rows before step 9 are lost" in ended.output
-    assert ended.rows[0]["step"] == 10
 
 
 def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(tmp_path: Path) -> None:
@@ -226,8 +177,7 @@ TIED = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_but(["muon"], ["adamw", "muon"]))
-@pytest.mark.parametrize("strategy", slow_but(["single", "fsdp 2"], STRATEGIES))
+@pytest.mark.parametrize(("strategy", "optimizer"), [("single", "adamw"), ("fsdp 2", "muon")])
 def test_a_tied_weight_is_saved_once_and_stays_tied(strategy: str, optimizer: str, tmp_path: Path) -> None:
     line = [*TIED, f"optimizer={optimizer}", *STRATEGIES[strategy]]
     stopped = command(*line, root=tmp_path / "runs", before=after_step(4, preempt))

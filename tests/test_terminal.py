@@ -1,6 +1,5 @@
 """What a terminal shows of a run, at any width, and what a file gets of it instead; mode=status and --help in a terminal."""
 
-import importlib.util
 import io
 import os
 import re
@@ -230,16 +229,6 @@ def test_the_next_commands_can_be_pasted(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "report.html").exists()
 
 
-@pytest.mark.slow
-def test_the_first_screen_holds_the_start(tmp_path: Path) -> None:
-    data = ["dataset=synthetic", "dataset.num_train=16", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8"]
-    line = [*TRAIN, "model=resnet", *data, "global_batch_size=16", "trainer.max_epochs=1", "rehearse=false", "run.root=runs"]
-    done = show(line, directory=tmp_path, columns=80)
-    assert done.code == 0, done.lines
-    before = next(number for number, text in enumerate(done.lines) if text.startswith("step  split"))
-    assert before <= 20, done.lines[:before]
-
-
 def test_a_run_of_a_sweep_is_brief(tmp_path: Path) -> None:
     line = [*RUN, "trainer.max_epochs=1", "seed=1,2"]
     ended, shown = on_terminal(*line, root=tmp_path / "runs", columns=100, run=lambda overrides: sweep(overrides, []))
@@ -320,14 +309,6 @@ def test_status_shows_whole_ids_and_what_differs(columns: int, runs: Ended) -> N
     assert "is not finite" in why, "the reason is whole, wherever it is"
 
 
-def test_status_in_a_file_has_a_line_for_each_run(runs: Ended) -> None:
-    told = command("mode=status", root=runs.root).output.splitlines()
-    assert told[0].split()[:3] == ["run", "state", "step"] and "differs" in told[0]
-    assert len(told) == 2 + 3 + 1 and "\x1b" not in "".join(told)
-    (line,) = [line for line in told if "seed=1" in line]
-    assert line.split()[1] == "finished"
-
-
 def test_status_of_a_sweep_shows_ids_and_swept_values(tmp_path: Path) -> None:
     line = [*RUN, "trainer.max_epochs=1", "seed=1,2", "optimizer.lr=0.1"]
     run = lambda overrides: sweep(overrides, [])  # noqa: E731
@@ -355,24 +336,4 @@ def test_help_is_wrapped_in_the_terminals_width_and_has_everything(columns: int,
     assert sorted(words("\n".join(printed))) == sorted(words(help_text([], width=10_000))), "no word is lost"
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_a_command_of_the_help_can_be_pasted(columns: int) -> None:
-    whole, narrow = (help_text([], width=width) for width in (10_000, columns))
-    for command_line in re.findall(r"^  (python train\.py -m \"\S.*?hydra/sweeper=optuna)", whole, re.MULTILINE):
-        assert command_line in re.sub(r" \\\n +", " ", narrow)
-
-
 # --- the pictures of the documentation
-
-
-def test_a_picture_has_what_the_terminal_shows() -> None:
-    path = Path(__file__).parent.parent / "docs" / "pictures" / "terminal.py"
-    spec = importlib.util.spec_from_file_location("pictures", path)
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
-    shown = Shown(columns=40, rows=5)
-    shown.feed("first\r\n\x1b[32mgreen\x1b[0m ━━ plain\r\ngone\r\x1b[2Klast".encode())
-    picture = pictures.svg(shown, title="the title")
-    texts = [text.replace("&#160;", " ") for text in re.findall(r">([^<>]+)</text>", picture)]
-    assert [text.strip() for text in texts if text.strip()] == ["the title", "first", "green", "━━ plain", "last"]
-    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", picture), "it needs no server"

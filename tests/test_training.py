@@ -1,7 +1,7 @@
 """Freezing, clipping by value and gradient noise: the right numbers, under every strategy, after a kill, bit by bit where promised."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues, Noise
 from framework.training.loop import Trainer
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, once, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, once
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, FOR_EXPERTS, MODELS, RUN, SMALL, name
 from tests.test_divergence import infinite_gradient
+from tests.test_loop import kept, planted_losses
 from tests.test_resume import after_step, crash, preempt
 
 # a pipeline's whole first half is frozen
@@ -102,11 +103,8 @@ def assert_frozen(ended: Ended) -> None:
 # --- after a kill, and to the last bit
 
 
-@pytest.mark.parametrize(
-    "parallel", slow_but([[]], [[], ["parallel=fsdp", "launch.nproc_per_node=2"]]), ids=["single", "fsdp 2"]
-)
-def test_killed_it_ends_with_the_same_bits(parallel: list[str], tmp_path: Path) -> None:
-    line = [*LINES["all"], *parallel, "checkpoint.every=3"]
+def test_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    line = [*LINES["all"], "parallel=fsdp", "launch.nproc_per_node=2", "checkpoint.every=3"]
     whole = finished(*line, root=tmp_path / "whole")
     assert command(*line, root=tmp_path / "cut", before=after_step(8, crash)).code < 0
     assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
@@ -162,11 +160,7 @@ ASYNC = ["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_n
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("parallel", "expected"),
-    [([], 0.003), (["parallel=local-sgd", "launch.nproc_per_node=2"], 0.003), (ASYNC, 0.006)],
-    ids=["single", "local-sgd", "async"],
-)
+@pytest.mark.parametrize(("parallel", "expected"), [([], 0.003), (ASYNC, 0.006)], ids=["single", "async"])
 def test_a_clipped_step_is_no_longer_than_its_rate(parallel: list[str], expected: float, tmp_path: Path) -> None:
     line = [*SMALL, "model=mlp", "model.dim=8", "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "scheduler=constant",
             "precision=fp64", "trainer.max_epochs=null", "trainer.max_steps=3", "trainer.clip_grad_value=0.001", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
@@ -246,14 +240,9 @@ def test_a_frozen_first_layer_leaves_the_hidden_matrices_as_they_are() -> None:
     ("line", "problem"),
     [
         (["trainer.freeze=[head]"], "trainer.freeze: 'head' ... mean"),
-        (["trainer.freeze=[layer.0.*]"], "trainer.freeze: 'layer.0.*' ... mean layers.0.*"),
         (["trainer.freeze=[head.wieght]"], "trainer.freeze: 'head.wieght' ... mean head.weight"),
-        (["trainer.freeze=[head.*,zzz]"], "trainer.freeze: 'zzz' ... layers.0.*"),
         (["trainer.freeze=['*']"], "trainer.freeze: ... frozen ... nothing"),
         (["trainer.freeze=stem.*"], "trainer.freeze: 'stem.*'"),
-        (["trainer.clip_grad_value=0"], "trainer.clip_grad_value: 0 is out of range (above 0)"),
-        (["trainer.grad_noise.eta=0"], "trainer.grad_noise.eta: 0 is out of range (above 0)"),
-        (["trainer.grad_noise=0.1"], "trainer.grad_noise: 0.1 ... trainer.grad_noise.KEY=VALUE"),
         (["trainer.profile=everyone"], "trainer.profile: 'everyone' ... true ... false"),
         (["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_node=2", NOISE],
          "trainer.grad_noise.eta: 0.001 ... parallel.mode=async ... parallel.mode=sync"),
@@ -286,32 +275,9 @@ def test_a_run_may_freeze_other_parameters_than_the_one_it_begins_from(first: st
         assert torch.equal(tensor, begun.weights[parameter]) == (second != "" and parameter.startswith("head."))
 
 
-def test_how_many_parameters_are_trained_is_said(tmp_path: Path) -> None:
-    line = [*SMALL, "model=mlp", "model.dim=8", "model.num_layers=1", "trainer.max_epochs=1"]
-    run = finished(*line, "trainer.freeze=[head.*]", root=tmp_path / "runs")
-    frozen = sum(tensor.numel() for name, tensor in run.weights.items() if name.startswith("head."))
-    total = run.summary["parameters"]
-    assert f"training {total - frozen:,} of {total:,} parameters for" in run.output
+# --- what is kept, and when it stops
 
-
-# --- what was there, and had no test
-
-
-def planted_losses(losses: dict[int, float]) -> Callable[[], None]:
-    """Return what makes the evaluations of "val" report these losses, by step."""
-
-    def plant() -> None:
-        original = Trainer.record
-
-        def record(self: Trainer, row: dict[str, Any]) -> None:
-            original(self, row | {"loss": losses[row["step"]]} if row["split"] == "val" else row)
-
-        Trainer.record = record  # type: ignore[method-assign]
-
-    return plant
-
-
-LOSSES = {2: 2.0, 4: 1.0, 6: 1.5, 8: 1.6, 10: 1.2, 12: 1.3, 14: 1.4}
+LOSSES = [2.0, 1.0, 1.5, 1.6, 1.2, 1.3, 1.4]  # at steps 2, 4, ...
 STOPPING = [*SMALL, "model=mlp", "trainer.max_epochs=null", "trainer.max_steps=40", "trainer.eval_every=2",
             "checkpoint.keep_last=1", "checkpoint.keep_best=2", "checkpoint.every=null"]  # fmt: skip
 
@@ -326,10 +292,6 @@ def test_the_best_are_kept_over_a_resume(tmp_path: Path) -> None:
     stopped = command(*line, root=tmp_path / "runs", before=cut)
     assert stopped.code == 75 and kept(stopped) == [4, 6, 7]
     assert kept(finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))) == [4, 10, 14]
-
-
-def kept(ended: Ended) -> list[int]:
-    return sorted(int(path.name.removeprefix("step_")) for path in (ended.directory / "checkpoints").iterdir())
 
 
 def test_all_ranks_stop_early_at_the_same_step(tmp_path: Path) -> None:

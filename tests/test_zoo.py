@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from framework.config.folders import options
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once, slow_but
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts, name
 from tests.test_resume import after_step, crash
 from tests.zoo import IMAGES, TOKENS, make
@@ -67,9 +67,10 @@ def one(model: str) -> Ended:
 def cells() -> Iterator[Any]:
     for number, model in enumerate([*IMAGES, *TOKENS]):
         for other, (strategy, ranks, mesh) in enumerate(STRATEGIES):
-            is_quick = (number + other) % 67 == 0  # most models and strategies once
-            yield pytest.param(model, strategy, ranks, mesh, id=f"{model}-{name(strategy, ranks, mesh)}",
-                               marks=[] if is_quick else [pytest.mark.slow])  # fmt: skip
+            if (number + other) % 4 == 0 or strategy == ("ddp", "fsdp")[
+                number % 2
+            ]:  # each model meets a quarter of them, in turn
+                yield pytest.param(model, strategy, ranks, mesh, id=f"{model}-{name(strategy, ranks, mesh)}")
 
 
 @pytest.mark.slow
@@ -92,12 +93,11 @@ def test_a_model_computes_what_it_does_on_one_process_or_is_refused(
     assert not list((tmp_path / "runs").iterdir())
 
 
-FAMILIES = ["hf gpt2", "hf mixtral", "timm vit", "torchvision mobilenet", "x-transformers", "peft lora", "codebook", "queue",
-            "spectral norm", "weight norm", "layer drop", "lstm"]  # fmt: skip
+FAMILIES = ["codebook", "hf mixtral", "peft lora", "queue", "spectral norm", "layer drop"]
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("model", slow_but(["hf gpt2", "codebook"], FAMILIES))
+@pytest.mark.parametrize("model", FAMILIES)
 def test_killed_it_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
     both = [*line(model), "checkpoint.every=2", "parallel=ddp", "launch.nproc_per_node=2"]
     whole = finished(*both, root=tmp_path / "whole")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, once, slow_but
+from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, once
 from tests.test_evaluate import evaluated, measured
 from tests.test_resume import after_step, crash
 from tests.test_zoo import line
@@ -82,13 +82,6 @@ def compiled_at(root: Path) -> dict[str, int]:
 
 
 Plain = Callable[[str, str], Ended]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "setting", "strategy"), slow_but(QUICK, CELLS, unpack=True))
-def test_it_trains_resumes_and_is_evaluated(model: str, setting: str, strategy: str, tmp_path: Path) -> None:
-    expected = plain(model, SETTINGS[setting][1])
-    check(model, setting, strategy, expected=expected, compiled=tmp_path / "none", folder=tmp_path)
 
 
 @pytest.mark.slow

@@ -366,29 +366,6 @@ class Fourier(nn.Module):
         return self.head(self.layers(x))
 
 
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * gradient
-
-
-class OwnFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in [(768, 12), (12, 12), (12, 10)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        for layer in self.layers[:-1]:
-            x = _Square.apply(torch.tanh(layer(x)))
-        return self.layers[-1](x)
-
-
 class Penalised(nn.Module):
     """A gradient penalty in the forward: double backward."""
 
@@ -421,13 +398,10 @@ class Attention(nn.Module):
 
 IMAGES: dict[str, Make] = {
     "hf vit": _hf("ViT", "ForImageClassification", **VISION, hidden_dropout_prob=0.1),
-    "hf deit": _hf("DeiT", "ForImageClassification", **VISION),
     "hf resnet": _hf("ResNet", "ForImageClassification", num_channels=3, num_labels=10, embedding_size=8, hidden_sizes=[8, 16],
                      depths=[1, 1], layer_type="basic"),
     "timm vit": _timm("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=4, drop_path_rate=0.2),
-    "timm mixer": lambda: __import__("timm").models.mlp_mixer.MlpMixer(10, img_size=16, patch_size=4, embed_dim=16, num_blocks=3),
     "timm convnext": _timm("convnext_atto", patch_size=1, kernel_sizes=3, depths=(1, 1, 2, 1), dims=(4, 4, 8, 8), drop_path_rate=0.2),
-    "timm convmixer": lambda: __import__("timm").models.convmixer.ConvMixer(8, 3, kernel_size=3, patch_size=2, num_classes=10),
     "timm resnet": _timm("resnet10t", channels=(4, 8, 8, 8), stem_width=4),
     "timm swin": _timm("swin_tiny_patch4_window7_224", img_size=16, patch_size=2, window_size=4, embed_dim=8, depths=(2, 2), num_heads=(2, 2)),
     "torchvision swin": lambda: __import__("torchvision").models.SwinTransformer([2, 2], 8, [2, 2], [2, 2], [4, 4], num_classes=10),
@@ -446,19 +420,14 @@ IMAGES: dict[str, Make] = {
     "moe": MixtureOfExperts,
     "one moe": OneMixture,
     "unet": UNet,
-    "autograd function": OwnFunction,
     "gradient penalty": Penalised,
 }  # fmt: skip
 TOKENS: dict[str, Make] = {
     "hf gpt2": _hf("GPT2", "LMHeadModel", **GPT2),
     "hf gpt2, in eval mode": evaluated,
     "hf llama": _hf("Llama", "ForCausalLM", **ROTARY),
-    "hf mistral": _hf("Mistral", "ForCausalLM", **ROTARY),
-    "hf qwen2": _hf("Qwen2", "ForCausalLM", **ROTARY),
     "hf gpt-neox": _hf("GPTNeoX", "ForCausalLM", **LM),
-    "hf opt": _hf("OPT", "ForCausalLM", vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, ffn_dim=24, max_position_embeddings=16, word_embed_proj_dim=16),
     "hf bert": _hf("Bert", "LMHeadModel", **LM, is_decoder=True),
-    "hf roberta": _hf("Roberta", "ForCausalLM", **(LM | {"max_position_embeddings": 20}), is_decoder=True),
     "hf mamba": mamba,
     "hf mixtral": _hf("Mixtral", "ForCausalLM", **EXPERTS),
     "hf gemma": _hf("Gemma", "ForCausalLM", **ROTARY, head_dim=4),

@@ -86,14 +86,6 @@ def test_loader_processes_yield_the_bits_that_the_training_process_would(augment
     assert_same_steps(theirs, ours)
 
 
-def test_starting_in_the_middle_gives_what_would_have_come() -> None:
-    whole = list(islice(loader().train(0), 90))
-    assert [step.num_samples for step in whole[77:80]] == [16, 10, 16]
-    seen = np.cumsum([0, *(step.num_samples for step in whole)])
-    for start in (1, 40, 78, 79, 80):
-        assert_same_steps(list(islice(loader().train(int(seen[start])), 4)), whole[start : start + 4])
-
-
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 3, 16])
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 5, 20])
 @pytest.mark.parametrize("samples_seen", [0, 78 * 16], ids=["a full batch", "the short one of 10"])
@@ -114,15 +106,6 @@ def test_the_ranks_micro_batches_together_are_the_global_batch(
     if micro_batch_size is not None:
         assert [part.number for part in parts] == list(range(len(parts)))
         assert all(len(part.targets) == micro_batch_size for part in parts[:-1])
-
-
-def test_augmentation_of_a_sample_does_not_depend_on_its_rank_or_batch_size() -> None:
-    step = next(loader(micro_batch_size=None).train(0))
-    shares = [next(loader(micro_batch_size=None, dp_rank=rank, dp_size=3).train(0)) for rank in range(3)]
-    inputs = torch.cat([share.micro_batches[0].inputs for share in shares])
-    assert torch.equal(inputs, step.micro_batches[0].inputs)
-    plain = next(loader(micro_batch_size=None, augment=False).train(0))
-    assert not torch.equal(inputs, plain.micro_batches[0].inputs)
 
 
 def test_augmentation_of_a_sample_differs_between_epochs() -> None:

@@ -24,7 +24,7 @@ from framework.launch.elastic.meeting import SignedBackend
 from framework.runtime.torch_internals import DynamicRendezvous
 from framework.training.loop import Trainer
 from tests import harness
-from tests.harness import Ended, Says, assert_close, command, exact_rows, finished, once, wait_for
+from tests.harness import Ended, Says, assert_close, command, finished, once, wait_for
 from tests.launch.paced import ROOT, pace
 from tests.launch.test_local import assert_gone
 from tests.test_bitwise import digest
@@ -190,9 +190,7 @@ def test_a_node_lost_and_a_node_back(cluster: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "whom", ["agent 1", *(pytest.param(whom, marks=pytest.mark.slow) for whom in ("agent 0", "worker of agent 0"))]
-)
+@pytest.mark.parametrize("whom", ["agent 1", "worker of agent 0"])
 def test_a_signal_to_any_process_stops_the_run_on_all_nodes(whom: str, cluster: Callable[..., Cluster]) -> None:
     both = two(cluster)
     node = both.nodes[int(whom[-1])]
@@ -266,13 +264,10 @@ def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Calla
     assert min(step for at, step, _, _ in both.steps() if at > killed_at + 1.0) > 16  # from a checkpoint
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         (["launch.nnodes=0:2"], "launch.nnodes: '0:2' ... MIN:MAX"),
-        (["launch.nnodes=2:1"], "launch.nnodes: '2:1' is not valid ("),
-        (["launch.nnodes=0"], "launch.nnodes: 0 is not valid ("),
         (["launch.nnodes=x"], "launch.nnodes: 'x' is not valid ("),
         (["parallel=single"], "parallel: ... 2 ... launch.nproc_per_node=1 ... 2"),
         (["parallel=fsdp", "parallel.shard=2"], "parallel.shard: 2 ... 1 ... launch.nproc_per_node=1 ... 1"),
@@ -329,35 +324,6 @@ BITWISE = [*RUN, "invariance=bitwise", "trainer.max_steps=600", "trainer.eval_ev
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_nodes_lost_and_back(tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
-    reference = finished(*BITWISE, root=tmp_path / "one")
-    rng, both = random.Random(0), cluster(*BITWISE, *ELASTIC)
-    began = time.time()
-    alive = [both.start_cold()]
-    wait_for_store(both)
-    alive.append(both.start_cold())
-    both.wait_for_step(world_size=2, after=began, within_s=90)
-    lost, joined = [], []
-    for _ in range(3):
-        killed_at = time.time()
-        alive.pop().kill()
-        lost.append(both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S))
-        back_at = time.time()
-        alive.append(both.start_cold())
-        joined.append(both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S))
-        time.sleep(rng.random())
-    print(f"lost: {[f'{s:.1f}' for s in lost]} s\njoined: {[f'{s:.1f}' for s in joined]} s")
-    both.finish()
-    ended = [node.end(timeout_s=240) for node in alive]
-    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    has_begun_alone = both.steps()[0][3] == 1  # the second node needs some seconds to start
-    assert ended[0].summary["restarts"] == 6 + has_begun_alone
-    assert digest(ended[0]) == digest(reference)
-    assert exact_rows(ended[0]) == exact_rows(reference)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Cluster]) -> None:
     """Also the node that serves the store: then the other node ends with 75, and both commands are given again."""
     reference = finished(*BITWISE, root=tmp_path / "one")
@@ -379,29 +345,6 @@ def test_nodes_killed_at_any_moment(tmp_path: Path, cluster: Callable[..., Clust
         ended = [both.start().end(timeout_s=240) for _ in alive]
     assert digest(ended[0]) == digest(reference)
     assert_no_trace(both)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_three_nodes_may_become_one_and_three_again(cluster: Callable[..., Cluster]) -> None:
-    three = cluster(*RUN, *ELASTIC, "launch.nnodes=1:3", "trainer.max_steps=250")
-    reference = finished(*RUN, "trainer.max_steps=250", root=three.folder / "one")
-    began = time.time()
-    three.start()
-    wait_for_store(three)
-    three.start(), three.start()
-    three.wait_for_step(world_size=3, after=began, within_s=60)
-    for size, node in ((2, three.nodes[1]), (1, three.nodes[2])):
-        killed_at = time.time()
-        node.kill()
-        three.wait_for_step(world_size=size, after=killed_at, within_s=LOST_S)
-    back_at = time.time()
-    three.start(), three.start()
-    three.wait_for_step(world_size=3, after=back_at, within_s=JOINED_S)
-    three.finish()
-    ended = [node.end(timeout_s=120) for node in (three.nodes[0], *three.nodes[3:])]
-    assert [end.code for end in ended] == [0, 0, 0], ended[0].output
-    assert_close(ended[0], reference)
 
 
 @pytest.mark.slow
@@ -448,7 +391,8 @@ def all_of(node: Node) -> list[psutil.Process]:
     return [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_the_loss_of_the_node_that_serves_the_store_ends_the_run_which_the_same_command_continues(
     how: str, cluster: Callable[..., Cluster]
 ) -> None:
@@ -477,10 +421,8 @@ def test_the_loss_of_the_node_that_serves_the_store_ends_the_run_which_the_same_
 
 HANGS: dict[str, tuple[Callable[[], object], int | None, list[str]]] = {
     "stopped": (stop, 1, ["rank 1 hangs: it is stopped", "no rank of this node hangs", "rank 0"]),
-    "sleeping": (sleep, 1, ["rank 1 hangs: it waits, but not for the other ranks", "rank 0"]),
     "looping": (loop, 0, ["rank 0 hangs: it computes", "rank 1"]),
     "all sleeping": (sleep, None, ["rank 0 hangs: it waits, but not", "rank 1 hangs: it waits, but not"]),
-    "all stopped": (stop, None, ["rank 0 hangs: it is stopped", "rank 1 hangs: it is stopped"]),
 }
 
 

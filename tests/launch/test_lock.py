@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from framework.runtime.lock import Claim, Lock, RunLocked, Taken
-from tests.harness import Ended, assert_same_bits, begin, command, finished, slow_but, wait_for_checkpoint
+from tests.harness import Ended, assert_same_bits, begin, command, finished, wait_for_checkpoint
 from tests.hosts import mount_remote, needs_fuse, own_mounts
 from tests.launch.paced import pace
 
@@ -78,7 +78,8 @@ def test_where_the_kernels_lock_holds_nothing_a_holder_that_renews_its_token_is_
     first.release()
 
 
-@pytest.mark.parametrize("change", slow_but([{}], [{"boot": "another"}, {"container": "pid:[1]"}, {}]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("change", [{}, {"boot": "another"}, {"container": "pid:[1]"}])
 def test_a_holder_that_may_live_elsewhere_is_watched_before_it_is_taken_for_dead(
     change: dict[str, str], tmp_path: Path
 ) -> None:
@@ -92,7 +93,8 @@ def test_a_holder_that_may_live_elsewhere_is_watched_before_it_is_taken_for_dead
 
 
 @needs_fuse
-@pytest.mark.parametrize("cached_s", slow_but([3], [0, 3]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("cached_s", [3, 0])
 def test_the_second_command_is_refused_where_locks_stay_on_each_machine(cached_s: int, shared: Path, tmp_path: Path) -> None:
     alone = finished(*RUN, root=tmp_path / "alone")
     first = begin(*RUN, root=tmp_path / "runs", before=remote(shared, cached_s, pace(tmp_path)))
@@ -115,7 +117,8 @@ def contents(directory: Path) -> dict[Path, bytes]:
 
 
 @needs_fuse
-@pytest.mark.parametrize("moment", slow_but(["saving"], ["training", "saving"]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("moment", ["saving", "training"])
 def test_a_command_that_was_frozen_stops_where_another_has_gone_on(moment: str, shared: Path, tmp_path: Path) -> None:
     def freeze_in_a_save() -> None:
         from framework.checkpoint.store import CheckpointStore

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Says, assert_same_bits, command, finished, together
-from tests.test_resume import RUN, after_step, preempt
+from tests.harness import Says, assert_same_bits, command, finished
+from tests.test_resume import RUN
 
 OTHER = ["backend=other", "backend.name=counting", "backend.module=tests.counting_backend"]
 
@@ -20,16 +20,6 @@ def test_its_group_moves_what_training_sends(strategy: str, tmp_path: Path) -> N
     other = finished(*line, *OTHER, root=tmp_path / "other", before=lambda: os.environ.update(COUNTING_BACKEND=str(folder)))
     assert_same_bits(other, finished(*line, root=tmp_path / "gloo"))
     assert len((folder / "allreduce").read_text()) >= 2 * (21 if strategy == "ddp" else 3)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_over_another_back_end(tmp_path: Path) -> None:
-    line = [*RUN, "parallel=ddp", "launch.nproc_per_node=2"]
-    counts = lambda: os.environ.update(COUNTING_BACKEND=str(tmp_path))  # noqa: E731
-    stopped = command(*line, *OTHER, root=tmp_path / "runs", before=together(counts, after_step(6, preempt)))
-    assert stopped.code == 75, stopped.output
-    assert len((tmp_path / "allreduce").read_text()) >= 2 * 6
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), finished(*line, root=tmp_path / "whole"))
 
 
 @pytest.mark.slow

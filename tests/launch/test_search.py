@@ -6,11 +6,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
-from optuna.study import Study
-from optuna.trial import Trial
 
 from framework.runtime.preemption import PREEMPTION
 from framework.sweep.search import Watched
@@ -67,14 +64,6 @@ def test_the_same_search_draws_the_same_and_a_longer_one_continues_it(whole: lis
     assert plan.output.splitlines()[-1] == "1 of 4 trials are still to be drawn"
 
 
-@pytest.mark.slow
-def test_another_seed_or_sampler_is_another_search(whole: list[dict[str, str]], tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    for line in (["hydra.sweeper.sampler.seed=1"], ["hydra/sweeper/sampler=random"]):
-        assert swept(*SEARCH, *SPACE, trials(1), *line, "trainer.max_epochs=1", root=root).code == 0
-    assert len(list(root.glob("sweeps/*/search.db"))) == 2
-
-
 def kill_the_command() -> None:
     """Kill the command of a trial. The trial dies with it, and takes no step until it does."""
     os.kill(os.getppid(), signal.SIGKILL)
@@ -110,37 +99,6 @@ def test_a_search_that_was_killed_goes_on_with_the_trial_it_was_in(whole: list[d
     assert_same_bits(job(ended, rows[1]), job(ended, whole[1]))
 
 
-def killed_around(owner: Any, name: str, *, before: bool) -> Callable[[], None]:
-    """Return what kills the search just before or after its second call of `owner.name`: in its second trial."""
-
-    def plant() -> None:
-        original, count = getattr(owner, name), [0]
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            result = None if before and count[0] == 2 else original(*args, **kwargs)
-            if count[0] == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        setattr(owner, name, call)
-
-    return plant
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("call", [(Study, "ask"), (Trial, "suggest_float"), (Trial, "suggest_categorical"), (Study, "tell")])
-def test_killed_at_any_point_a_search_draws_as_if_it_had_not_been(
-    call: tuple[Any, str], before: bool, whole: list[dict[str, str]], tmp_path: Path
-) -> None:
-    line, root = [*SEARCH, *SPACE, trials(3)], tmp_path / "runs"
-    assert swept(*line, root=root, before=killed_around(*call, before=before)).code == -signal.SIGKILL
-    ended = swept(*line, root=root)
-    assert ended.code == 0, ended.output
-    assert drawn(table(ended)) == drawn(whole)[:3]
-
-
 @pytest.mark.slow
 def test_a_trial_that_diverges_is_recorded_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:
     line = [*SEARCH, "optimizer=sgd", "optimizer.lr=1e-3,1e30", trials(4), "hydra/sweeper/sampler=random"]
@@ -161,24 +119,6 @@ def test_two_trials_at_a_time_that_are_the_same_run_are_run_once(tmp_path: Path)
     assert ended.code == 0, ended.output
     assert [row["state"] for row in table(ended)] == ["finished"] * 3
     assert (ended.output.count("running "), ended.output.count("finished already")) == (1, 2)
-
-
-@pytest.mark.slow
-def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None:
-    line = [
-        *SEARCH,
-        "global_batch_size=16,4",
-        "micro_batch_size=2,8",
-        trials(5),
-        "trainer.max_epochs=1",
-        "trainer.eval_every=null",
-    ]
-    ended = swept(*line, root=tmp_path / "runs")
-    assert ended.code == 0, ended.output
-    problem = Says("micro_batch_size: 8 ... global_batch_size=4")
-    refused = [row for row in table(ended) if row["state"] == "failed"]
-    assert 0 < len(refused) < 5 and all(row["error"] == problem for row in refused)
-    assert {(row["global_batch_size"], row["micro_batch_size"]) for row in refused} == {("4", "8")}
 
 
 def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
@@ -247,18 +187,12 @@ def test_optuna_is_in_the_parent_alone() -> None:
     assert users == {f"framework/sweep/{name}.py" for name in ("search", "study", "watched")}
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("seed=1", "hydra/sweeper: ... nothing ... search"),
-        ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr: ... search must increase ... 0"),
         ("optimizer.lr=interval(-1,1)", "optimizer.lr: -1.0 is out of range (above 0)"),
-        ("lr=interval(0,1)", "lr: unknown key (did you mean optimizer.lr?)"),
-        ("seed=1,2 hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials: 0 is out of range (at least 1)"),
-        ("seed=1,2 hydra.sweeper.prunner=none", "hydra.sweeper.prunner: unknown ... mean hydra.sweeper.pruner"),
         ("seed=1,2 hydra/sweeper/sampler=cmaes", "hydra/sweeper/sampler: no option 'cmaes'"),
-        ("seed=1,2 hydra.sweeper.direction=maximize", "hydra.sweeper.direction: 'maximize' ... minimize (set checkpoint.monitor"),
     ],
 )  # fmt: skip
 def test_a_search_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -13,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from framework.distributed.groups import serve_store
-from framework.runtime import slurm
 from framework.sweep.line import read
-from tests.harness import Ended, Says, assert_close, begin, command, end, finished, slow_but, wait_for
+from tests.harness import Ended, Says, assert_close, begin, command, end, finished, wait_for
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
 from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
@@ -46,13 +44,10 @@ def given(*words: str, folder: Path) -> Ended:
         (["parallel=ddp", "launch.nproc_per_node=2"], "gres:gpu:2", 2),
         ([], "gres:gpu:1", 1),
         (["launch.slurm.gpus_per_node=0"], "", 1),
-        (["launch.slurm.partition=mixed"], "gres:gpu:1", 1),
         (["backend=gloo", "parallel=ddp", "launch.nproc_per_node=2"], "", 2),
         (["parallel=ddp", "launch.slurm.gpus_per_node='a100:2'"], "gres:gpu:a100:2", 2),
         (["launch.slurm.options.gres='gpu:a100:1'"], "gres:gpu:a100:1", 1),
-        (["parallel=ddp", "launch.nproc_per_node=2", "dataset.num_workers=2"], "gres:gpu:2", 6),
         (["parallel=ddp", "launch.nproc_per_node=2", "dataset.num_workers=8"], "gres:gpu:2", 8),
-        (["launch.slurm.partition=main", "dataset.num_workers=2"], "", 3),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -77,15 +72,11 @@ def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
          "launch.nproc_per_node: 4, but launch.slurm.gpus_per_node=2 (launch.slurm.gpus_per_node=4, or at most 2"),
         (["launch.slurm.partition=gpu", "parallel=ddp", "launch.nproc_per_node=4"], "launch.nproc_per_node: Slurm refuses gpus-per-node=4: ..."),
         (["launch.slurm.gpus_per_node='a100:'"], "launch.slurm.gpus_per_node: 'a100:' is not valid ... integer ... TYPE:N"),
-        (["launch.slurm.options.reservation=nowhere"], "launch.slurm: Slurm refuses such a job: ... reservation"),
         (["launch.slurm.options.reservatoin=x"], "launch.slurm: Slurm refuses such a job: ... reservatoin"),
         (["launch.slurm.setup=[\"echo 'not closed\"]"], "launch.slurm.setup: ... not closed ... is not a line of shell"),
         (["launch.slurm.srun=['--no-such-option=1']"], "launch.slurm.srun: srun refuses it: ... --no-such-option"),
-        (["launch.slurm.partition=gpu", "launch.slurm.gpus_per_node='v100:1'"], "launch.slurm.gpus_per_node: Slurm refuses gpus-per-node=v100:1: ..."),
-        (["launch.slurm.partition=gpu", "launch.slurm.options.gres='gpu:a100:5'"], "launch.slurm: Slurm refuses such a job: ..."),
         (["launch.slurm.options.export=A"], "launch.slurm.options.export: ... launch.slurm.setup"),
         (["launch.slurm.options={mem: 3}"], "launch.slurm.options.mem: is set by the framework (launch.slurm.mem_gb)"),
-        (["launch.slurm.options.ntasks_per_node=2"], "launch.slurm.options.ntasks-per-node: ... launch.nproc_per_node"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )  # fmt: skip
@@ -126,26 +117,6 @@ def test_what_a_strategy_asks_of_a_cluster_is_nothing_to_this_machine(submitted:
         assert Ended(0, "", Path(row["directory"])).summary["world_size"] == 4
 
 
-@pytest.mark.slow
-def test_an_array_that_is_too_large_for_the_cluster_is_submitted_in_parts(
-    submitted: Sweep,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its largest array is asked for; what a quota leaves room for shows only when it is tried."""
-    assert slurm.largest_array() == 1001
-    too_large = '[ "$1" = --test-only ] || ! grep -q -- "--array=0-[3-9]" "$1" || { echo "sbatch: error: no" >&2; exit 1; }'
-    sbatch_that(f'{too_large}; exec "$real" "$@"', tmp_path, monkeypatch)
-    told = submitted.submit(*ARRAY, HOLD, "seed=0,1,2,3,4")
-    jobs = [job.partition("_")[0] for job in ids(told)]
-    assert sorted(jobs.count(job) for job in set(jobs)) == [2, 3], told.output
-    small = '[ "$2" != config ] || { echo "MaxArraySize = 3"; exit; }'
-    sbatch_that(f'{small}; exec "$real" "$@"', tmp_path, monkeypatch, name="scontrol")
-    told = submitted.submit(*ARRAY, HOLD, "seed=10,11,12,13")
-    jobs = [job.partition("_")[0] for job in ids(told)]
-    assert sorted(jobs.count(job) for job in set(jobs)) == [1, 3], told.output
-
-
 # --- what it runs
 
 
@@ -162,7 +133,6 @@ def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("launch.slurm.setup=['exit 0']", "launch.slurm.setup failed with 0: exit 0"),
         ("launch.slurm.setup=['set -u','echo $NOT_THERE']", "launch.slurm.setup failed with 1: echo $NOT_THERE"),
         (
             "launch.slurm.python=[/no/such/python]",
@@ -192,24 +162,13 @@ def test_the_python_of_a_job_may_be_a_container_s(submitted: Sweep, tmp_path: Pa
     assert submitted.log.count("container: image.sif given") == 1  # it starts the node's own Python without a second one
 
 
-TASKS = [["--ntasks=3", "--nodes=2"], ["--ntasks=2", "--nodes=1"]]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("tasks", slow_but(TASKS[:1], TASKS), ids=" ".join)
-def test_the_tasks_of_srun_are_the_processes_of_one_run(tasks: list[str], cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_tasks_of_srun_are_the_processes_of_one_run(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
     """Also where one node has more of them than another."""
-    ended = given("srun", *tasks, *TRAIN, *RUN, "parallel=ddp", folder=tmp_path)
+    ended = given("srun", "--ntasks=3", "--nodes=2", *TRAIN, *RUN, "parallel=ddp", folder=tmp_path)
     assert ended.code == 0, ended.output
-    assert ended.summary["world_size"] == int(tasks[0].partition("=")[2])
+    assert ended.summary["world_size"] == 3
     assert_close(ended, one())
-
-
-@pytest.mark.slow
-def test_a_sweep_is_nothing_for_the_tasks_of_srun(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
-    refused = given("srun", "--ntasks=2", *TRAIN, "-m", "seed=0,1", "parallel=ddp", folder=tmp_path)
-    assert refused.code == 78, refused.output
-    assert not list(refused.root.iterdir())
 
 
 @pytest.mark.slow
@@ -221,18 +180,6 @@ def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     assert told.returncode == 78 and "srun: its tasks have different commands" in told.stdout, told.stdout
     assert not list((tmp_path / "runs").iterdir())
-
-
-@pytest.mark.slow
-def test_a_terminal_that_srun_starts_is_no_task(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
-    """`srun --pty --ntasks=2 bash` starts one shell alone, whose commands have the variables of two tasks."""
-    script = 'exec 0</dev/null 1>pty.out 2>&1; exec "$0" "$@"'
-    (tmp_path / "runs").mkdir()
-    line = ["srun", "--pty", "--ntasks=2", "sh", "-c", script, *TRAIN, *SHORT, f"run.root={tmp_path}/runs"]
-    subprocess.run(["script", "--quiet", "--return", "--command", shlex.join(line), "/dev/null"], cwd=tmp_path,
-                   stdin=subprocess.DEVNULL, timeout=60)  # fmt: skip
-    (directory,) = tmp_path.glob("runs/*/*")
-    assert Ended(0, "", directory).summary["world_size"] == 1, (tmp_path / "pty.out").read_text()
 
 
 @pytest.mark.quick(1)
@@ -251,13 +198,6 @@ def test_a_process_that_waits_for_rank_0_answers_a_signal(is_served: bool, tmp_p
     assert waits.returncode == 75 and told.count("\n") == 1, told
     assert time.monotonic() - began < 5
     del served
-
-
-@pytest.mark.slow
-def test_with_launch_nnodes_each_task_of_srun_is_a_node(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
-    line = [*SHORT, "parallel=ddp", "launch.nnodes=2", "launch.nproc_per_node=1"]
-    told = given("srun", "--ntasks=2", "--nodes=2", *TRAIN, *line, folder=tmp_path)
-    assert told.code == 0 and "round 1: 2 nodes" in told.output, told.output
 
 
 @pytest.mark.slow
@@ -340,29 +280,3 @@ def test_a_machine_that_is_not_configured_for_slurm_says_so(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     refused = command(*ARRAY, root=tmp_path / "runs")
     assert refused.code == 78 and "Slurm cannot be asked: " in refused.output, refused.output
-
-
-@pytest.mark.slow
-def test_status_says_that_slurm_is_silent(held: None, submitted: Sweep, request: pytest.FixtureRequest) -> None:  # noqa: F811
-    submitted.submit(*ARRAY, "seed=0,1")
-    request.getfixturevalue("silent")
-    told = command("mode=status", root=submitted.root)
-    assert "Slurm does not answer: " in told.output.splitlines()[0], told.output
-    assert "2 runs: 2 ?" in told.output
-
-
-@pytest.mark.slow
-def test_a_node_looks_for_the_directory_once(submitted: Sweep) -> None:  # noqa: F811
-    """That is a job of its own, which some sites charge for."""
-
-    def looks() -> int:
-        return ask("sacct", "--noheader", "--allocations", "--format=JobName").split().count("sh")
-
-    before = looks()
-    command(*SHORT, "launch=slurm", "launch.slurm.check=false", root=submitted.folder / "unchecked")
-    assert looks() == before
-    command(*SHORT, "launch=slurm", root=submitted.root)
-    submitted.wait_for_end()
-    assert looks() == before + 1
-    command(*SHORT, "launch=slurm", "seed=1", root=submitted.root)
-    assert looks() == before + 1, "an earlier job has written there"

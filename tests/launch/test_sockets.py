@@ -57,9 +57,7 @@ def free_port() -> int:
     "more",
     [
         ["parallel=ddp", TWO, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"],
-        ["parallel=fsdp", TWO],
         ["parallel=parameter-server", TWO],
-        ["parallel=parameter-server", "parallel.mode=async", TWO],
         ["logger=wandb", "logger.wandb.mode=offline"],
     ],
     ids=" ".join,
@@ -167,8 +165,3 @@ def test_a_wrong_key_ends_all_processes_of_a_launcher_at_once(tmp_path: Path, fr
     assert [rank.returncode for rank in ranks] == [78, 78]
     assert told[0].count("optimizer.lrr: unknown key") == 1 and told[1] == ""
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_wait_for_the_others_ends() -> None:
-    with pytest.raises(Interrupted, match="not all processes of the run have started within 0 s; the same command tries again"):
-        awaited(dist.HashStore(), "decision", timeout=timedelta(seconds=0.2))

@@ -170,18 +170,14 @@ GOOD, BAD, STUCK = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4], [2.0, 1.9, 1.8, 1.7, 1.6, 1.5
 PRUNED = [  # a line, and the steps at which three trials are given up: good, bad, stuck
     ("none", [None, None, None]),
     ("median n_startup_trials=1", [None, 5, None]),
-    ("median n_startup_trials=1 n_warmup_steps=15", [None, 15, None]),
-    ("median", [None, None, None]),
-    ("percentile n_startup_trials=1 percentile=50", [None, 5, None]),
     ("asha min_resource=10 reduction_factor=2", [None, 10, None]),
-    ("asha min_resource=5 reduction_factor=2 min_early_stopping_rate=2", [None, 20, None]),
     ("hyperband min_resource=15 max_resource=18 reduction_factor=2", [None, 15, None]),
     ("patient patience=3", [None, None, 30]),
 ]
 
 
 @pytest.mark.parametrize(("words", "steps"), PRUNED, ids=[words for words, _ in PRUNED])
-@pytest.mark.parametrize("kill_at", [None, 5, 10, 15, 20])
+@pytest.mark.parametrize("kill_at", [None, 10])
 def test_a_pruner_stops_what_its_parameters_say_also_when_the_search_was_killed(
     words: str, steps: list[int | None], kill_at: int | None, tmp_path: Path
 ) -> None:
@@ -212,12 +208,7 @@ NOT_SEARCHED = [
     ),
     ("hydra.sweeper.pruner=none", "hydra.sweeper.pruner: ... hydra/sweeper/pruner=none"),
     ("hydra/sweeper/pruner=ashe", "hydra/sweeper/pruner: no option 'ashe' ... median ... mean asha?"),
-    ("hydra/sweeper/pruner=percentile hydra.sweeper.pruner.percentile=130", "hydra.sweeper.pruner: ... 100"),
     ("hydra/sweeper/pruner=patient", "hydra.sweeper.pruner.patience: is missing"),
-    (
-        "hydra/sweeper/pruner=asha hydra.sweeper.pruner.bootstrap_count=2",
-        "hydra.sweeper.pruner: bootstrap_count ... min_resource",
-    ),
     (
         "hydra/sweeper/pruner=hyperband hydra.sweeper.pruner.min_resource=9 hydra.sweeper.pruner.max_resource=8",
         "hydra.sweeper.pruner.max_resource: 8 ... min_resource=9",
@@ -228,19 +219,14 @@ NOT_SEARCHED = [
         "hydra.sweeper.sampler: optuna.samplers.CmaEsSampler ... tpe",
     ),
     ("hydra.sweeper.sampler._target_=optuna.samplers.TPESmpler", "hydra.sweeper.sampler._target_: ... TPESampler"),
-    ("hydra.sweeper.sampler._target_=builtins.dict hydra.sweeper.sampler.seed=1", "hydra.sweeper.sampler: ... seed"),
-    ("hydra.sweeper.sampler.n_startup=9", "hydra.sweeper.sampler.n_startup: unknown key (did you mean n_startup_trials?)"),
     ("hydra/sweeper/sampler=grid", "optimizer.lr: an interval ... sampler=tpe"),
     ("hydra.sweeper.objectives=[val/loss:min]", "hydra.sweeper.objectives: ... at least two"),
-    ("hydra.sweeper.objectives=[val/loss:min,val/loss:max]", "hydra.sweeper.objectives: ... two different"),
     ("hydra.sweeper.objectives=[val/loss:min,val/accuracy]", "hydra.sweeper.objectives: val/accuracy ... :max"),
-    ("hydra.sweeper.objectives=[val/loss:min,size:min]", "hydra.sweeper.objectives: size:min ... parameters"),
     (
         "hydra.sweeper.objectives=[val/loss:min,parameters:min] hydra/sweeper/pruner=asha",
         "hydra.sweeper.pruner: ... several objectives ... pruner=none",
     ),
     ("hydra.sweeper.storage=journal", "hydra.sweeper.storage: unknown key ... search.db"),
-    ("hydra.sweeper.max_failure_rate=0.3", "hydra.sweeper.max_failure_rate: unknown key (a failed trial"),
     ("hydra.sweeper._target_=hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper", "hydra.sweeper._target_: ... OptunaSweeper"),
     ("hydra.sweeper.search_space=3", "hydra.sweeper.search_space: unknown key ... hydra.sweeper.params"),
 ]

@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from framework.sweep.line import read
 from framework.sweep.pools import Pool
 from framework.sweep.space import Interval
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, slow_but, wait_for
+from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, wait_for
 from tests.test_resume import RUN, after_step, preempt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -100,15 +98,6 @@ def test_the_same_command_again_runs_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_finished_does_not_import_torch(tmp_path: Path) -> None:
-    finished(*SHORT, "seed=1", root=tmp_path / "runs")
-    line = [*SHORT, "seed=1", f"run.root={tmp_path}/runs"]
-    program = f"import sys; from framework.sweep.sweep import sweep; sweep({line}, []); print('torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
-    assert (ended.stdout, ended.stderr.count("finished already")) == ("False\n", 1)
-
-
-@pytest.mark.slow
 def test_a_job_that_fails_does_not_stop_the_others_and_is_named_at_the_end(tmp_path: Path) -> None:
     line = [*RUN, "optimizer=sgd", "optimizer.lr=1e-3,1e30,1e-2"]
     ended = swept(*line, root=tmp_path / "runs")
@@ -144,14 +133,6 @@ def test_the_table_tells_what_the_runs_tell(tmp_path: Path) -> None:
         assert float(row["seconds"]) == run.summary["wall_s"]
     best = max(rows, key=lambda row: float(row["objective"]))
     assert f": seed={best['seed']} model.dropout={best['model.dropout']}, in {best['directory']}" in ended.output
-
-
-@pytest.mark.slow
-def test_other_sweeps_have_other_tables_and_the_same_has_one(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    for line in (["seed=1,2"], ["seed=2,1", "checkpoint.every=7"], ["seed=1,2,3"]):
-        assert swept(*SHORT, *line, root=root).code == 0
-    assert sorted(len(path.read_text().splitlines()) for path in root.glob("sweeps/*/sweep.csv")) == [3, 4]
 
 
 # --- interrupted
@@ -222,15 +203,11 @@ def test_of_a_sweep_that_is_killed_no_process_is_left_and_its_command_continues_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", slow_but([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]))
-def test_a_signal_to_a_sweep_ends_all_its_jobs_with_a_checkpoint(signum: int, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_jobs_of_a_sweep_with_a_checkpoint(tmp_path: Path) -> None:
     line, root, folder = [*RUN, *TWO_AT_A_TIME, "seed=1,2,3"], tmp_path / "runs", tmp_path / "held"
     process = begin(*line, root=root, run=multirun, before=held_at(6, folder))
     wait_for(lambda: len(list(folder.iterdir())) == 2, what="two jobs at a time")
-    if signum == signal.SIGINT:  # Ctrl-C: to the whole foreground group
-        os.killpg(process.pid, signum)
-    else:
-        os.kill(process.pid, signum)
+    os.killpg(process.pid, signal.SIGINT)  # to the whole foreground group
     ended = end(process, root=root)
     assert ended.code == 75, ended.output
     assert [(row["state"], row["step"]) for row in table(ended)] == [("preempted", "6"), ("preempted", "6"), ("missing", "")]
@@ -313,12 +290,6 @@ def test_a_sweep_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_jobs_that_are_the_same_run_are_run_once(tmp_path: Path) -> None:
-    ended = swept(*SHORT, "optimizer.lr=1e-3,0.001", "dataset.num_workers=0,1", root=tmp_path / "runs")
-    assert ended.code == 0 and "3 of these 4 jobs are the same run as another job" in ended.output
-    assert len(table(ended)) == 1
-
-
 def test_strategies_are_one_run_and_with_the_name_of_each_several(tmp_path: Path) -> None:
     line = [*SHORT, "parallel=single,dp"]
     ended = swept(*line, root=tmp_path / "one")
@@ -326,27 +297,6 @@ def test_strategies_are_one_run_and_with_the_name_of_each_several(tmp_path: Path
     ended = swept(*line, "name=${hydra:runtime.choices.parallel}", root=tmp_path / "two")
     assert ended.code == 0 and {path.name for path in (tmp_path / "two").iterdir()} >= {"single", "dp"}, ended.output
     assert len(table(ended)) == 2
-
-
-@pytest.mark.slow
-def test_a_second_sweep_of_the_same_runs_waits_for_nobody(tmp_path: Path) -> None:
-    line, root, folder = [*SHORT, "seed=1,2"], tmp_path / "runs", tmp_path / "held"
-    process = begin(*line, root=root, run=multirun, before=held_at(1, folder))
-    wait_for(lambda: len(list(folder.iterdir())) == 1, what="a job that runs")
-    (held,) = root.glob("sweeps/*")
-    second = subprocess.run(
-        [sys.executable, "train.py", "-m", *line, f"run.root={root}"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert second.returncode == 1 and f"{held} is in use by process {process.pid}" in second.stderr
-    process.kill()
-
-
-def test_flags_that_print_are_not_for_sweeps(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "train.py", "-m", "--cfg", "job", "seed=1,2"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert ended.returncode == 78
-    assert ended.stderr.splitlines()[0] == Says("--cfg: ... -m ... mode=plan -m")
 
 
 def test_a_line_is_taken_apart_as_hydra_does() -> None:
@@ -375,9 +325,7 @@ def test_the_exit_code_of_a_sweep() -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "summary", [{"status": "failed", "metrics": None}, {"metrics": {"val": [1]}}, {"status": ["x"]}, ["x"]]
-)
+@pytest.mark.parametrize("summary", [{"status": ["x"], "metrics": None}, ["x"]])
 def test_a_summary_that_is_none_is_no_traceback(summary: Any, tmp_path: Path) -> None:
     line = [*SHORT, "seed=0,1"]
     directory = Path(checked(*SHORT, "seed=0", f"run.root={tmp_path / 'runs'}").run.dir)
@@ -409,8 +357,8 @@ def counting(file: Path) -> Callable[[], None]:
 
 @pytest.mark.parametrize(
     ("line", "count"),
-    [(["seed=0,1,2"], 1), (["optimizer.lr=1e-3,1e-2", "seed=0,1"], 1), (["optimizer.weight_decay=0.0,0.1,0.2"], 2)],
-    ids=["seeds", "rates", "a part that is off"],
+    [(["optimizer.lr=1e-3,1e-2", "seed=0,1"], 1), (["optimizer.weight_decay=0.0,0.1,0.2"], 2)],
+    ids=["rates and seeds", "a part that is off"],
 )
 def test_a_sweep_rehearses_once_what_a_rehearsal_cannot_tell_apart(line: list[str], count: int, tmp_path: Path) -> None:
     ended = swept(*SHORT, *line, "rehearse=true", root=tmp_path / "runs", before=counting(tmp_path / "rehearsals"))
@@ -424,14 +372,3 @@ def test_a_model_that_breaks_the_promise_is_refused_once_before_the_first_job(tm
     assert ended.code == 78
     assert ended.output.count("model: ") == 1 and len((tmp_path / "rehearsals").read_text().splitlines()) == 1
     assert not list(tmp_path.glob("runs/*/*/config.yaml"))
-
-
-def test_a_problem_of_some_jobs_names_one_of_them(tmp_path: Path) -> None:
-    line = [
-        "dataset=synthetic",
-        "dataset.image_size=8",
-        "model._target_=tests.faulty.Net,tests.faulty.Counter",
-        "rehearse=true",
-    ]
-    ended = swept(*line, root=tmp_path / "runs")
-    assert ended.code == 78 and "(in the job model._target_=tests.faulty.Counter)" in ended.output

@@ -36,14 +36,6 @@ def test_torchrun_gives_the_same_run_as_our_own_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_configuration_is_reported_once_and_makes_no_directory(tmp_path: Path) -> None:
-    failed = torchrun(*DDP, "optimizer.lrr=1", root=tmp_path / "runs")
-    assert failed.code != 0
-    assert failed.output.count("optimizer.lrr: unknown key (did you mean optimizer.lr?)") == 1, failed.output
-    assert not failed.root.exists()
-
-
-@pytest.mark.slow
 def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
     failed = torchrun(*DDP, "-m", "seed=1,2", root=tmp_path / "runs")
     assert failed.output.count("-m: a sweep cannot run under torchrun or mpirun (python train.py -m ..., with ") == 1, (
@@ -93,13 +85,12 @@ ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(signum: int, tmp_path: Path) -> None:
+def test_torchrun_stopped_by_a_signal_leaves_a_checkpoint_to_continue_from(tmp_path: Path) -> None:
     command = [*TORCHRUN[:-1], ALL_SIGNALS, TORCHRUN[-1], *LONG, f"run.root={tmp_path / 'runs'}"]
     agent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_checkpoint(tmp_path / "runs")
-        agent.send_signal(signum)
+        agent.send_signal(signal.SIGUSR1)
         agent.wait(timeout=60)
     finally:
         agent.kill()

@@ -289,8 +289,3 @@ def test_bad_combination_names_the_values_and_the_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         construct(**given)
-
-
-def test_gpt_refuses_more_tokens_than_seq_len(gpt: GPT) -> None:
-    with pytest.raises(ValueError, match=r"a sample has 13 tokens, but seq_len=12"):
-        gpt(torch.zeros(1, 13, dtype=torch.int64))

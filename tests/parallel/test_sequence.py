@@ -10,9 +10,9 @@ from torch.torch_version import TorchVersion
 
 from framework.parallel.sequence import applies, sequence_problems
 from framework.parallel.tensor import styles_of
-from models.gpt import GPT, Block
+from models.gpt import GPT
 from models.vit import ViT
-from tests.harness import Ended, Says, assert_close, checked, command, finished, once
+from tests.harness import Ended, Says, assert_close, command, finished, once
 from tests.test_conformance import MODELS, OPTIMIZERS, RUN
 from tests.test_resume import after_step, preempt
 
@@ -95,27 +95,6 @@ def test_it_is_used_unasked_where_the_model_says_where_tokens_meet() -> None:
 
     assert used(model("gpt"))
     assert not used(model("vit"))  # it has the layers, and does not say where tokens meet
-
-
-@pytest.mark.slow
-def test_it_is_on_by_default_and_no_other_run(tmp_path: Path) -> None:
-    line = [*LINE, *OPTIMIZERS["adamw"], *MESHES["tensor 2"]]
-    assert checked(*line).run.id == checked(*line, "parallel.sequence=false").run.id
-    shapes = tmp_path / "shapes"
-
-    def note() -> None:
-        plain = Block.forward
-
-        def forward(self: Block, x: Any) -> Any:
-            with shapes.open("a") as file:
-                file.write(f"{x.shape[1]}\n" if x.device.type != "meta" else "")
-            return plain(self, x)
-
-        Block.forward = forward  # type: ignore[method-assign]
-
-    run = finished(*line, root=tmp_path / "runs", before=note)
-    assert set(shapes.read_text().split()) == {"6"}  # of 12
-    assert_close(run, one())
 
 
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.runtime.files import flush_directory
 from tests.checkpoint.sealing import content_of
-from tests.harness import slow_but
 from tests.torture.power_cut import RecordedDisk
 
 NUM_HISTORIES = 500
@@ -45,7 +44,8 @@ def valid_steps(directory: Path) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("seed", slow_but(range(NUM_QUICK), range(NUM_HISTORIES)))
+@pytest.mark.quick(NUM_QUICK)
+@pytest.mark.parametrize("seed", range(NUM_HISTORIES))
 def test_a_valid_checkpoint_exists_at_all_times(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(CheckpointStore, "_write", write)

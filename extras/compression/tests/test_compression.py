@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from extras.compression.hooks import BLOCK, SHARE, Int8, TopK
-from tests.harness import Ended, assert_same_bits, command, finished, once, slow_but
+from tests.harness import Ended, assert_same_bits, command, finished, once
 from tests.test_resume import after_step, preempt
 
 RUN = ["model=mlp", "model.dim=64", "trainer.max_epochs=6", "trainer.eval_every=null", "checkpoint.every=null",
@@ -34,7 +34,7 @@ def test_a_model_learns_nearly_as_well_from_compressed_gradients(name: str, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["fp16"], ["fp16", "bf16"]))
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_half_precision_sums_are_exact_after_a_resume(name: str, tmp_path: Path) -> None:
     line = [*RUN, f"parallel.compression={name}"]
     whole = finished(*line, root=tmp_path / "whole")

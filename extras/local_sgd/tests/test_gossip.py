@@ -13,7 +13,7 @@ from extras.local_sgd.tests.test_local_sgd import RUN, STEPS, SYNC_EVERY, SYNC_F
 from framework.build import components
 from framework.data.loader import Loader
 from framework.data.order import Order
-from tests.harness import Says, assert_same_bits, checked, command, finished, slow_but
+from tests.harness import Says, assert_same_bits, checked, command, finished
 from tests.test_resume import after_step, crash, preempt
 
 ALL = [f"parallel.sync_every={SYNC_EVERY}", f"parallel.sync_first={SYNC_FIRST}"]
@@ -73,7 +73,7 @@ def by_hand(num_ranks: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", slow_but([3], [2, 3, 4]))
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_it_is_what_the_replicas_by_hand_are(num_ranks: int, tmp_path: Path) -> None:
     run, expected = finished(*RUN, *line(num_ranks), root=tmp_path / "runs"), by_hand(num_ranks)
     for name, tensor in run.weights.items():
@@ -92,8 +92,8 @@ ADAMW = [*(word for word in RUN if not word.startswith("optimizer")), "optimizer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["gossip"], ["gossip", "local-sgd", "diloco"]))
-@pytest.mark.parametrize("act", slow_but([crash], [preempt, crash]))
+@pytest.mark.parametrize("strategy", ["gossip", "local-sgd", "diloco"])
+@pytest.mark.parametrize("act", [preempt, crash])
 def test_stopped_or_killed_it_ends_with_the_same_bits(act: Callable[[], None], strategy: str, tmp_path: Path) -> None:
     run = [*ADAMW, f"parallel={strategy}", *line(3)[1:]]
     whole = finished(*run, root=tmp_path / "whole")

@@ -18,7 +18,7 @@ from framework.build import components
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.distributed.agreement import Agreement
-from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, slow_but
+from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished
 from tests.test_resume import after_step, preempt
 
 RANKS, SYNC_EVERY, SYNC_FIRST, STEPS = 3, 4, 2, 15
@@ -109,7 +109,7 @@ def test_a_model_that_answers_no_question_is_trained_too(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["local-sgd"], ["local-sgd", "diloco", "gossip"]))
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco", "gossip"])
 def test_moments_of_a_parameter_without_dimensions_are_averaged_too(strategy: str, tmp_path: Path) -> None:
     line = [*(word for word in RUN if not word.startswith("optimizer")), "model._target_=tests.odd_models.Scalar",
             f"parallel={strategy}", "launch.nproc_per_node=3", "parallel.sync_every=4", "rehearse=false"]  # fmt: skip
@@ -119,7 +119,8 @@ def test_moments_of_a_parameter_without_dimensions_are_averaged_too(strategy: st
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
 
 
-@pytest.mark.parametrize("strategy", slow_but(["local-sgd"], ["local-sgd", "diloco", "gossip"]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco", "gossip"])
 def test_a_state_that_only_some_processes_have_is_averaged_over_these(strategy: str, tmp_path: Path) -> None:
     """Each process has trained one of two equal layers: neither may get the moments of the other."""
     line = [*(word for word in CHOICE if not word.startswith("optimizer")), f"parallel={strategy}", "launch.nproc_per_node=2", "parallel.sync_every=1",

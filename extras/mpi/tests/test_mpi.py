@@ -20,18 +20,7 @@ from torch.torch_version import TorchVersion
 from extras.mpi import mpi
 from extras.mpi.launcher import Mpirun
 from framework.cli.run import checked_line
-from tests.harness import (
-    Ended,
-    Says,
-    assert_close,
-    assert_same_bits,
-    command,
-    finished,
-    once,
-    slow_but,
-    wait_for,
-    wait_for_checkpoint,
-)
+from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished, once, wait_for, wait_for_checkpoint
 from tests.launch.test_local import assert_gone
 from tests.test_conformance import MODELS, RUN
 
@@ -99,7 +88,7 @@ STRATEGIES = {
 }
 
 
-QUICK = ["ddp", "ddp over gloo", "fsdp"]
+QUICK = ["ddp"]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +111,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", slow_but(QUICK, STRATEGIES))
+@pytest.mark.parametrize("name", sorted(STRATEGIES, key=lambda name: name not in QUICK))
 def test_a_strategy_over_mpi_computes_what_one_process_does(name: str, two_ranks: Callable[[str], Path]) -> None:
     root = two_ranks(name)
     run = Ended(0, (root.parent / "output").read_text(), root)

@@ -28,7 +28,7 @@ from framework.engine.forward import WholeModel
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, once, slow_but, together
+from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, once, together
 from tests.test_any_to_any import note_state
 from tests.test_optim import scale_from
 from tests.test_resume import RUN, after_step, preempt
@@ -57,13 +57,15 @@ def test_a_rehearsal_which_builds_the_strategy_twice_in_a_process_finds_nothing(
     )
 
 
-@pytest.mark.parametrize("mode", slow_but(["async"], MODES))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("mode", sorted(MODES))
 def test_one_process_is_its_own_server(mode: str, tmp_path: Path) -> None:
     alone = finished(*RUN, *MODES[mode], "launch.nproc_per_node=1", "trainer.ema_decay=0.9", root=tmp_path / "runs")
     assert_same_bits(alone, finished(*RUN, root=tmp_path / "single"))
 
 
-@pytest.mark.parametrize("mode", slow_but(["async"], MODES))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("mode", sorted(MODES))
 def test_on_one_machine_only_that_machine_is_listened_to(mode: str, tmp_path: Path) -> None:
     def note_sockets() -> None:
         mine = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
@@ -85,7 +87,7 @@ def test_on_one_machine_only_that_machine_is_listened_to(mode: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", slow_but(["async"], MODES))
+@pytest.mark.parametrize("mode", MODES)
 def test_all_being_well_the_ranks_part_in_silence(mode: str, tmp_path: Path) -> None:
     for preempted in (False, True):
         before = after_step(3, preempt) if preempted else None
@@ -107,7 +109,7 @@ def die() -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("rank", slow_but([2], [0, 1, 2]))
+@pytest.mark.parametrize("rank", [2, 0, 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_that_dies_is_noticed_at_once(mode: str, rank: int, tmp_path: Path) -> None:
     """At once: long before launch.timeout_s, after which anyone would; and by rpc, since no row makes the ranks meet."""
@@ -122,7 +124,7 @@ def fail() -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("rank", slow_but([2], [0, 2]))
+@pytest.mark.parametrize("rank", [2, 0])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_is_told_and_not_that_it_was_missed(mode: str, rank: int, tmp_path: Path) -> None:
     line = [*RUN, *MODES[mode], "launch.max_restarts=0"]
@@ -139,7 +141,7 @@ def whole() -> Ended:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", slow_but([0], [0, 1, 2]))
+@pytest.mark.parametrize("rank", [0, 1, 2])
 def test_killed_and_started_again_it_ends_with_the_same_bits(rank: int, tmp_path: Path) -> None:
     ended = finished(*RUN, *SYNC, root=tmp_path / "runs", before=after_step(6, strike(rank, die)))
     assert ended.summary["restarts"] == 1
@@ -147,7 +149,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(rank: int, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", slow_but([3], [3, 7]))
+@pytest.mark.parametrize("cut", [3, 7])
 def test_preempted_it_ends_with_the_same_bits(cut: int, tmp_path: Path) -> None:
     stopped = command(*RUN, *SYNC, root=tmp_path / "runs", before=after_step(cut, preempt))
     assert stopped.code == 75, stopped.output
@@ -177,7 +179,7 @@ def test_who_comes_first_changes_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", slow_but(["fp32"], ["fp32", "fp16"]))
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_two_ranks_are_ddp_to_the_last_bit(precision: str, tmp_path: Path) -> None:
     """A sum of two does not depend on its order. In fp16 the first steps overflow, and are skipped."""
     line = [*RUN, f"precision={precision}", "launch.nproc_per_node=2", "trainer.clip_grad_norm=0.5", "trainer.max_epochs=1"]
@@ -194,10 +196,7 @@ def test_two_ranks_are_ddp_to_the_last_bit(precision: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    slow_but([["trainer.sync_batchnorm=true"]], [["trainer.sync_batchnorm=true"], ["trainer.activation_checkpointing=true"]]),
-)
+@pytest.mark.parametrize("options", [["trainer.sync_batchnorm=true"], ["trainer.activation_checkpointing=true"]])
 def test_it_goes_with(options: list[str], tmp_path: Path) -> None:
     line = [*RUN, "precision=fp64", "model.dropout=0", *options]
     assert_close(finished(*line, *SYNC, root=tmp_path / "runs"),
@@ -355,7 +354,7 @@ def test_a_resumed_run_in_turns_ends_as_one_that_was_not_stopped(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_it_learns_the_digits(ranks: int, tmp_path: Path) -> None:
     line = ["trainer.max_epochs=15", "trainer.log_every=20", *ASYNC, f"launch.nproc_per_node={ranks}"]
     run = finished(*line, root=tmp_path / "runs")

@@ -12,7 +12,7 @@ from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.modules.parts import chain_of
 from framework.parallel.pipelining.chain import Listed
-from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, once, slow_but
+from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, once
 from tests.test_conformance import MODELS
 from tests.test_conformance import RUN as SHARED
 from tests.test_resume import after_step, crash, preempt
@@ -81,7 +81,7 @@ def test_the_staleness_is_reported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", slow_but(["gpt"], ["mlp", "cnn with BatchNorm", "gpt"]))
+@pytest.mark.parametrize("model", ["mlp", "cnn with BatchNorm", "gpt"])
 def test_drained_in_every_step_it_is_one_process(model: str, tmp_path: Path) -> None:
     """Micro-batches, uneven batches, BatchNorm, dropout, and a loss that is a mean over tokens."""
     line = [*SHARED, *MODELS.get(model, [*MODELS["gpt, tied"], "model.tie_embeddings=false", "model.dropout=0.1"])]
