@@ -257,6 +257,7 @@ class Builder:
         )  # fmt: skip
         parts = components.loop_parts(self.config.part)
         engine.observers += [part.observe for part in parts.values() if hasattr(part, "observe")]
+        engine.forward.is_quiet = engine.forward.is_quiet and not parts  # a part's hooks may draw
         return LoopParts(parts, loop, blame=blame)
 
     def update(

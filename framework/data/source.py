@@ -45,6 +45,13 @@ def is_in_memory(source: Any) -> bool:
     return all(type(value) is np.ndarray or isinstance(value, (int, float, str, NoneType)) for value in vars(stored).values())
 
 
+def draws_nothing(source: Any) -> bool:
+    """Return whether a source only indexes stored arrays, so that its `gather` calls no code that draws random numbers."""
+    stored = getattr(source, "selected_from", source)
+    arrays = (value for value in vars(stored).values() if not isinstance(value, (int, NoneType)))
+    return type(stored) in (Arrays, Windows) and all(type(array) in (np.ndarray, np.memmap) for array in arrays)
+
+
 class Source(Protocol):
     """One loaded split."""
 

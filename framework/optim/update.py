@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from framework.optim.schedules import Schedule
 from framework.optim.turns import InTurns, Turn, groups_of
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit, error_text
-from framework.runtime.torch_internals import move_all_towards
+from framework.runtime.torch_internals import has_step_hooks, move_all_towards
 
 ChangeGradients = Callable[[int], None]  # changes this rank's gradients in a step, counted from 0. Collective
 
@@ -174,6 +175,13 @@ class Update:
         self._places = [(group["lr"], *places[id(group)]) for group in self.optimizer.param_groups]
         self._devices = {parameter.device for group in self.optimizer.param_groups for parameter in group["params"]}
 
+    @cached_property
+    def _may_draw(self) -> bool:
+        """Whether the optimizer's step may draw random numbers. The optimizers of torch and ours do not; a user's hook may."""
+        turns = [*self.optimizer.optimizers.values()] if isinstance(self.optimizer, InTurns) else []
+        known = ("torch.optim.", "framework.optim.")
+        return any(not type(one).__module__.startswith(known) or has_step_hooks(one) for one in [self.optimizer, *turns])
+
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
         return self.peak_lr * self.schedule(step)
@@ -199,10 +207,8 @@ class Update:
         """Return the turns of a step, counted from 0; None means all parameters at once."""
         return [turn for turn in self.turns if turn.is_due(step)] or [None]
 
-    def keep(self, turn: Turn | None) -> None:
+    def keep(self, turn: Turn) -> None:
         """Keep only the gradients of a turn's parameters, and select the turn's optimizer for the step."""
-        if turn is None:
-            return
         assert isinstance(self.optimizer, InTurns)
         self.optimizer.turn = turn.name
         for item in self.trained:
@@ -221,7 +227,8 @@ class Update:
             group.update(options)
         for change in self.changes:
             change(step)
-        seed_generators(key(self.seed, "optimizer", step), devices=self._devices)
+        if self._may_draw:
+            seed_generators(key(self.seed, "optimizer", step), devices=self._devices)
         self.optimizer.step()
         if self.average is not None and is_last:
             self.average.update(step)

@@ -142,7 +142,7 @@ class Layout:
         is_any = given.get("find_unused_parameters")
         return self._plain(
             model=wrapped,
-            averaged_over=1 if hook is None else self.world.world_size,
+            averaged_over=self.world.world_size,
             set_sync=wrapped.set_sync,
             warm_up=wrapped.settle,
             parts={"hook": replica.SavedAtEnd()} if hook is not None and replica.keeps_state(hook) else {},

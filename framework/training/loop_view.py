@@ -137,8 +137,8 @@ class Loop:
         for parameter in self.trained().values():
             parameter.grad = None
         step, update = self._under_way, self._update
-        sums = self.engine.train(step, index=self.step, loss_scale=update.loss_scale.value, measure=False)
-        finish_gradients(sums, step=step, engine=self.engine, update=update)
+        self.engine.train(step, index=self.step, loss_scale=update.loss_scale.value, measure=False)
+        finish_gradients(step=step, engine=self.engine, update=update)
         self._buffers.set(before)
         call_earlier()
         self._call_earlier = call_earlier
@@ -156,7 +156,8 @@ class Loop:
         self.stopped = self.stopped or why
 
 
-def finish_gradients(sums: Sums, *, step: Step, engine: Engine, update: Update) -> None:
-    """Weigh the gradients that `forward_backward` has computed, undo the loss scale, and keep the turn's. Collective."""
+def finish_gradients(*, step: Step, engine: Engine, update: Update) -> None:
+    """Undo the loss scale in the gradients that the engine has computed, and keep those of the step's turn."""
     update.loss_scale.unscale(nn.Module.parameters(engine.module))
-    update.keep(next((turn for turn in update.turns if turn.name == step.turn), None))
+    if step.turn:
+        update.keep(next(turn for turn in update.turns if turn.name == step.turn))
