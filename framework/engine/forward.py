@@ -45,7 +45,6 @@ class Forward:
         self.trains_by_step = callable(getattr(self.task, "step", None))
         self._weight_of_loss = loss_weight_of(self.task)
         self._weight = None if self.trains_by_step else self._weight_of_loss  # known before the forward
-        self._is_ours = type(self.task).__module__.startswith("framework.tasks.")  # these tasks draw no random numbers
         self._takes_16_bits = says_itself(self.task, "takes_16_bits")
         self.measures_by_step = self.trains_by_step and not measures(self.task)
 
@@ -77,7 +76,7 @@ class Forward:
         if units:
             every = None if None in layers else [layer for dropouts in layers for layer in dropouts or ()]
             units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units), dropouts=every))
-            self.is_quiet = every is not None and self._is_ours
+            self.is_quiet = every is not None and type(self.task).__module__.startswith("framework.tasks.")
 
     def _seed(self, *unit: int) -> None:
         calls = ("call", self._num_calls) if self._num_calls > 1 else ()

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from framework.optim.schedules import Schedule
 from framework.optim.turns import InTurns, Turn, groups_of
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit, error_text
-from framework.runtime.torch_internals import has_step_hooks, move_all_towards
+from framework.runtime.torch_internals import move_all_towards
 
 ChangeGradients = Callable[[int], None]  # changes this rank's gradients in a step, counted from 0. Collective
 
@@ -166,6 +165,7 @@ class Update:
     turns: Sequence[Turn] = ()  # of a step; empty: a step moves all parameters at once
     schedules: Mapping[str, Schedule] = field(default_factory=dict)  # of the turns
     trained: Sequence[Trainable] = ()
+    may_draw: bool = True  # whether the optimizer's step, or a user's hook in it, may draw random numbers
 
     def __post_init__(self) -> None:
         self.initial = group_values(self.optimizer)  # an optimizer's later changes of these are part of its state
@@ -175,20 +175,9 @@ class Update:
         self._places = [(group["lr"], *places[id(group)]) for group in self.optimizer.param_groups]
         self._devices = {parameter.device for group in self.optimizer.param_groups for parameter in group["params"]}
 
-    @cached_property
-    def _may_draw(self) -> bool:
-        """Whether the optimizer's step may draw random numbers. The optimizers of torch and ours do not; a user's hook may."""
-        turns = [*self.optimizer.optimizers.values()] if isinstance(self.optimizer, InTurns) else []
-        known = ("torch.optim.", "framework.optim.")
-        return any(not type(one).__module__.startswith(known) or has_step_hooks(one) for one in [self.optimizer, *turns])
-
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
         return self.peak_lr * self.schedule(step)
-
-    def rates(self, step: int) -> list[float]:
-        """Return the learning rate of each of the optimizer's parameter groups in a step, counted from 0."""
-        return [options["lr"] for options in self._options(step)]
 
     def _options(self, step: int) -> list[dict[str, Any]]:
         """Return what the schedules set in each of the optimizer's parameter groups."""
@@ -227,7 +216,7 @@ class Update:
             group.update(options)
         for change in self.changes:
             change(step)
-        if self._may_draw:
+        if self.may_draw:
             seed_generators(key(self.seed, "optimizer", step), devices=self._devices)
         self.optimizer.step()
         if self.average is not None and is_last:

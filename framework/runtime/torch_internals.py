@@ -86,11 +86,6 @@ def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer calls other functions before or after its step."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def version_of(tensor: Tensor) -> int:
     """Return a number that grows with each in-place change."""
     return tensor._version

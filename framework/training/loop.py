@@ -26,9 +26,8 @@ from framework.optim.update import Update
 from framework.runs.metrics_file import Row, numbers_of
 from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
-from framework.training.evaluation import measure, totals
 from framework.training.guard import require_equal_replicas, require_equal_trails
-from framework.training.loop_view import finish_gradients
+from framework.training.loop_view import finish_gradients, measure, totals
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
 from framework.training.plan import Plan
@@ -157,8 +156,7 @@ class Trainer:
             norms += [norm] if norm is not None else []
         self.speed.enter("loop")
         self.loss_watch += sums["loss"]
-        progress.step += 1
-        progress.samples_seen += step.num_samples
+        progress.step, progress.samples_seen = progress.step + 1, progress.samples_seen + step.num_samples
         self.parts.step_taken()
         return sums, torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else None
 
@@ -171,8 +169,7 @@ class Trainer:
         sums = self.engine.train(step, index=progress.step, loss_scale=scale.value, measure=measure)
         self.speed.enter("optimizer")
         finish_gradients(step=step, engine=self.engine, update=self.update)
-        if self.parts.by_name:
-            self.parts.gradients_ready(sums, step)
+        self.parts.gradients_ready(sums, step)
         max_norm = turn and turn.clip_grad_norm or plan.settings.clip_grad_norm
         needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching
         grad_norm = self.engine.clip_grad_norm(max_norm) if needs_norm else None
