@@ -260,6 +260,16 @@ def test_fp16_skips_the_steps_that_overflow_and_learns_after_them(tmp_path: Path
     assert "Infinity" not in (run.directory / "metrics.jsonl").read_text()
 
 
+def test_fp16_skips_the_same_steps_on_two_processes(tmp_path: Path) -> None:
+    """A strategy that averages must not compute with losses that are larger by the number of processes."""
+    plant, line = scale_from(2.0**20, growth_interval=3), [*FP16, "micro_batch_size=8"]
+    one = finished(*line, root=tmp_path / "one", before=plant)
+    two = finished(*line, "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "two", before=plant)
+    assert loss_scale_of(two) == loss_scale_of(one) and loss_scale_of(one)["num_skipped"] > 2
+    skipped = [[row["grad_norm"] is None for row in run.rows if row["split"] == "train"] for run in (one, two)]
+    assert skipped[0] == skipped[1]
+
+
 def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     plant = scale_from(2.0**12, growth_interval=5)
     whole = finished(*FP16, root=tmp_path / "whole", before=plant)

@@ -1,7 +1,9 @@
-"""How much of the framework a reader walks through from the loop to the first backward pass of a step."""
+"""How much of the framework a reader walks through from the loop to the first backward pass, and what a step of nothing costs."""
 
 import inspect
+import random
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from framework.build.training import Builder
 from framework.config.schema import RunConfig
@@ -22,7 +25,8 @@ GPT = ["dataset=synthetic", "dataset.kind=tokens", "dataset.num_train=16", "task
        "trainer.max_steps=2", "device=cpu"]  # fmt: skip
 # the most files of the framework, and lines of functions in them, that run in the second step before its first backward pass. The
 # goals are 5 and 200, 6 and 280, 7 and 320, 8 and 380
-MOST = {"single": (16, 365), "ddp": (18, 375), "fsdp": (19, 375), "pipeline": (21, 480)}
+MOST_FUNCTIONS = 145  # of the framework, in a step that does almost nothing
+MOST = {"single": (11, 330), "ddp": (13, 340), "fsdp": (14, 340), "pipeline": (17, 455)}
 
 
 def walk(world: World, config: RunConfig) -> tuple[int, int]:
@@ -70,3 +74,90 @@ def test_the_walk_from_the_loop_to_a_backward_pass_is_short(strategy: str, tmp_p
     files, lines = max(on_ranks(ranks, partial(walk, config=config), scratch=tmp_path / "scratch"))
     print(f"{strategy}: {files} files, {lines} lines of functions")
     assert files <= MOST[strategy][0] and lines <= MOST[strategy][1]
+
+
+NOTHING = ["model=mlp", "model.num_layers=1", "model.dim=1", "optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=4",
+           "trainer.eval_every=null", "trainer.log_every=4", "device=cpu"]  # fmt: skip
+TOKENS = [*GPT, "trainer.max_steps=4", "trainer.eval_every=null", "trainer.log_every=4"]
+
+
+def of_a_step(world: World, config: RunConfig, count: Callable[[list[int]], Callable[[], None]]) -> int:
+    """Return what `count` has counted from the start of the second step to the start of the third; it returns how to end it."""
+    build = Builder(config, world=world)
+    trainer = build.trainer()
+    _continue(trainer, build)
+    found, take, end = [0], trainer.take, list[Callable[[], None]]()
+
+    def taking(step: Any) -> None:
+        if trainer.progress.step == 1:
+            end.append(count(found))
+        elif trainer.progress.step == 2:
+            end.pop()()
+        take(step)
+
+    trainer.take = taking  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.saver.close()
+    return found[0]
+
+
+def seedings(found: list[int]) -> Callable[[], None]:
+    seed = random.seed
+
+    def note(*given: Any) -> None:
+        found[0] += 1
+        seed(*given)
+
+    random.seed = note  # type: ignore[assignment]
+    return lambda: setattr(random, "seed", seed)
+
+
+def functions(found: list[int]) -> Callable[[], None]:
+    """Count the functions of the framework that run."""
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        found[0] += event == "call" and "/framework/" in frame.f_code.co_filename
+
+    sys.setprofile(note)
+    return lambda: sys.setprofile(None)
+
+
+def messages(found: list[int], *, world: World) -> Callable[[], None]:
+    """Count the messages of training beside those of DistributedDataParallel, whose gradients do not come through Python."""
+    names = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "send", "recv")
+    plain = {name: getattr(dist, name) for name in names}
+
+    def noting(call: Any) -> Any:
+        def note(*given: Any, **named: Any) -> Any:
+            found[0] += named.get("group") is not world.agreement.group
+            return call(*given, **named)
+
+        return note
+
+    for name, call in plain.items():
+        setattr(dist, name, noting(call))
+    return lambda: [setattr(dist, name, call) for name, call in plain.items()] and None
+
+
+@pytest.mark.parametrize(("line", "most"), [(NOTHING, 0), ([*NOTHING, "model.dropout=0.5"], 3), (TOKENS, 20)])
+def test_only_what_can_draw_makes_a_step_seed_generators(line: list[str], most: int, tmp_path: Path) -> None:
+    count = of_a_step(World.alone(), configured(*line, f"run.dir={tmp_path}/run"), seedings)
+    assert (count > 0) == (most > 0) and count <= most, f"{count} seedings in a step"
+
+
+def test_a_step_of_nothing_runs_few_functions(tmp_path: Path) -> None:
+    count = of_a_step(World.alone(), configured(*NOTHING, f"run.dir={tmp_path}/run"), functions)
+    print(f"{count} functions of the framework in a step")
+    assert count <= MOST_FUNCTIONS
+
+
+def messages_of_a_step(world: World, config: RunConfig) -> int:
+    return of_a_step(world, config, partial(messages, world=world))
+
+
+@pytest.mark.parametrize(("line", "count"), [(NOTHING, 0), (TOKENS, 1)])
+def test_only_a_weight_that_a_rank_does_not_know_is_sent(line: list[str], count: int, tmp_path: Path) -> None:
+    """Images and their labels are in every rank's memory; of tokens, a rank reads only its own."""
+    config = configured(*line, "parallel=ddp", "launch.nproc_per_node=2", f"run.dir={tmp_path}/run")
+    (tmp_path / "scratch").mkdir()
+    assert on_ranks(2, partial(messages_of_a_step, config=config), scratch=tmp_path / "scratch") == [count, count]

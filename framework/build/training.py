@@ -21,8 +21,7 @@ from framework.checkpoint.weights import warm_start
 from framework.config.init_from import entries_of
 from framework.config.schema import RunConfig
 from framework.config.targets import component, locate
-from framework.data.loader import Loader, Splits
-from framework.data.loading import load_in_turns
+from framework.data.loader import Loader, Splits, load_in_turns
 from framework.data.order import Order
 from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
@@ -284,10 +283,15 @@ class Builder:
             share = 1 - settings.ema_decay
             average = AveragedWeights(trained, share=lambda step: share)
         engine.average = average
+        turns = turns_of(config.optimizer)
+        known = [node["_target_"].startswith(("framework.optim.", "torch.optim.")) for node in (
+            config.optimizer, *(turn.optimizer for turn in turns))]  # fmt: skip
+        may_draw = bool(config.part) or not all(known)  # in the optimizer's step, or in a hook anywhere
+        engine.forward.is_quiet = engine.forward.is_quiet and not may_draw
         return Update(
             optimizer, seed=config.seed, peak_lr=peak_lr(config.optimizer, optimizer), schedule=found.pop(""), schedules=found,
-            loss_scale=self.precision.loss_scale(), changes=changes, average=average, turns=turns_of(config.optimizer),
-            trained=trained,
+            loss_scale=self.precision.loss_scale(), changes=changes, average=average, turns=turns,
+            trained=trained, may_draw=may_draw,
         )  # fmt: skip
 
     def stopwatch(self) -> Speed:

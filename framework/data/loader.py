@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from framework.data.order import Order, Part, parts
-from framework.data.source import Dataset, Source, Split, is_in_memory, is_vectorised
+from framework.data.source import Arrays, Dataset, Source, Split, draws_nothing, is_in_memory, is_vectorised
 from framework.data.to_device import ToDevice, mapped_except
+from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
-from framework.randomness import key, keys, seed_generators
+from framework.randomness import key, keys, seed_generators, seeded
 from framework.runtime.exits import RunEnded
 from framework.runtime.files import open_files
 from framework.runtime.forks import begin_child
@@ -53,6 +54,8 @@ class Loader:
         needs_none = transforms_anywhere and is_in_memory(self.source)
         self.num_workers = 0 if needs_none else int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", True))
+        self._may_draw = self.batch_transform is not None or not draws_nothing(self.source, self.dataset.transform)
+        self._knows_targets = self.dp_size > 1 and not self._may_draw and type(self.source) is Arrays  # those of all ranks
         self._running: weakref.WeakSet[Iterator[Step | RunEnded]] = weakref.WeakSet()
         self._evaluating: DataLoader[int] | None = None  # with the processes of the first evaluation
 
@@ -93,16 +96,17 @@ class Loader:
         return self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen), first=first)
 
     def _step(self, epoch: int, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int], first: int = 0) -> Step:
-        mine = parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
         fetched: dict[int, MicroBatch] = {}  # by number, because padding repeats a micro-batch
-        for part in mine:
+        micro_batches: list[MicroBatch] = []
+        for part in parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size):
             if part.number not in fetched:
-                span = slice(part.start, part.stop)
-                numbered = part._replace(number=first + part.number)
+                span, numbered = slice(part.start, part.stop), part._replace(number=first + part.number) if first else part
                 fetched[part.number] = self._micro_batch(numbered, samples[span], draws[span], at=at)
-        micro_batches = [fetched[part.number]._replace(is_padding=part.is_padding) for part in mine]
+            micro_batch = fetched[part.number]
+            micro_batches.append(micro_batch._replace(is_padding=True) if part.is_padding else micro_batch)
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
-        return Step(epoch, len(samples), micro_batches, is_even=is_even)
+        targets = torch.from_numpy(self.source.targets[samples]) if self._knows_targets else None  # type: ignore[attr-defined]
+        return Step(epoch, len(samples), micro_batches, is_even=is_even, targets=targets)
 
     def _micro_batch(self, part: Part, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int]) -> MicroBatch:
         """Return the micro-batch of these samples. Its padding depends only on these samples, not on others of this rank."""
@@ -112,7 +116,8 @@ class Loader:
         for sample, draw in zip(samples, draws) if one_by_one is not None else ():
             seed_generators(key(self.order.seed, "sample", epoch if is_training else "evaluation", int(draw)))
             fetched.append(one_by_one(int(sample)))
-        seed_generators(key(self.order.seed, at[0], start, part.number))
+        if self._may_draw:
+            seed_generators(key(self.order.seed, at[0], start, part.number))
         numbers = getattr(self.source, "stored", lambda samples: samples)(samples).tolist()
         gathered: Any = self.source.gather(samples) if one_by_one is None else self._collated(fetched, numbers)
         augment_keys = keys(self.order.seed, "augment", epoch, draws) if is_training and self.is_augmented else None
@@ -134,11 +139,10 @@ class Loader:
         inputs, targets = self.dataset.transform(stored.inputs, stored.targets, keys=stored.keys)
         if is_training and self.batch_transform is not None:
             inputs, targets = self.batch_transform(inputs, targets)
-        whole = stored._replace(inputs=inputs, targets=targets, keys=None)
-        return whole.mapped(self._as_computed)
+        return stored._replace(inputs=inputs, targets=targets, keys=None).mapped(self._as_computed)
 
     def _as_computed(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or (tensor.dtype == self.dtype and not self.channels_last):
             return tensor
         order = torch.channels_last if self.channels_last and tensor.ndim == 4 else torch.preserve_format
         return tensor.to(self.dtype, memory_format=order)
@@ -245,3 +249,27 @@ class Splits:
         """Stop the loaders' processes."""
         for loader in self._loaders.values():
             loader.close()
+
+
+def load_split(dataset: Dataset, split: Split, *, seed: int) -> Source:
+    """Load a split. Its draws depend only on the run's seed, so its samples do not depend on which split is used first.
+
+    All splits get the same draws: disjoint parts of one permutation stay disjoint. ValueError if the dataset has a problem.
+    """
+    if problems := dataset.problems():
+        raise ValueError(problems[0])
+    with seeded(key(seed, "split")):
+        return dataset.load(split)
+
+
+def load_in_turns(dataset: Dataset, split: Split, *, seed: int, world: World) -> Source:
+    """Load a split: rank 0 first, then one rank of each other node, as they may download files; then all others. Collective.
+
+    Each process has its own copy of what is not mapped from a file.
+    """
+    mine = 0 if world.rank == 0 else 1 if world.local_rank == 0 else 2
+    for turn in range(3):
+        if turn == mine:
+            source = load_split(dataset, split, seed=seed)
+        world.agreement.barrier()
+    return source

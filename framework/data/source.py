@@ -45,6 +45,14 @@ def is_in_memory(source: Any) -> bool:
     return all(type(value) is np.ndarray or isinstance(value, (int, float, str, NoneType)) for value in vars(stored).values())
 
 
+def draws_nothing(source: Any, transform: Callable[..., Any]) -> bool:
+    """Return whether a source only indexes stored arrays and `transform` is ours: no other code runs, and none draws."""
+    stored = getattr(source, "selected_from", source)
+    arrays = (value for value in vars(stored).values() if not isinstance(value, (int, NoneType)))
+    is_ours = getattr(transform, "__func__", None) in (Images.transform, TokenSequences.transform)
+    return is_ours and type(stored) in (Arrays, Windows) and all(type(array) in (np.ndarray, np.memmap) for array in arrays)
+
+
 class Source(Protocol):
     """One loaded split."""
 

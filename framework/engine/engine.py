@@ -11,8 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.engine.buffers import Buffers
 from framework.engine.forward import Factor, Forward, WholeModel
-from framework.engine.own_step import OwnSteps
-from framework.engine.rows import gather_rows
+from framework.engine.own_step import OwnSteps, gather_rows
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, by_mesh, map_tensors, whole
@@ -102,7 +101,7 @@ class Engine:
             return
         model, held = self.model or self.module, [self.module] if self.task is None else [self.module, self.task]
         buffers = [Buffers(*held, broadcast=self.broadcast if self.meet_in_steps else None)]
-        plain = WholeModel(self.forward, model, buffers)
+        plain = WholeModel(self.forward, model, [one for one in buffers if one.tensors])
         own = OwnSteps(self.forward, model, buffers, self.module, exchange=self._exchange, averaged=self._averaged)
         self._passes = own if self.forward.trains_by_step else plain
         self._measuring = own if self.forward.measures_by_step else plain
@@ -113,13 +112,14 @@ class Engine:
         The mean is the sum divided by the number of samples, or by the weight if the loss has a weight. `index` is the number
         of the step. Return this rank's sums over its samples: the loss, and with `measure` the task's metrics.
         """
-        passes, step = self._passes, self._sliced(step)
-        self._is_alone, num_samples, scale = self.alone(index), step.num_samples, loss_scale * self.averaged_over
+        passes, step, self._is_alone = self._passes, self._sliced(step), self.alone(index)
+        num_samples, scale = step.num_samples, loss_scale * self.averaged_over
         if self._is_alone:
             num_samples, scale = max(1, step.num_own_samples), loss_scale
-        counted = [micro_batch for micro_batch in step.micro_batches if self.is_counted and not micro_batch.is_padding]
-        together = not self._is_alone
-        factor = self.forward.factor(counted, scale=scale, num_samples=num_samples, among_ranks=together)
+        among_ranks = dist.is_initialized() and not self._is_alone
+        step, factor = self.forward.weighed(
+            step, scale=scale, num_samples=num_samples, is_counted=self.is_counted, among_ranks=among_ranks
+        )
 
         def run(micro_batches: MicroBatches, is_last: bool) -> Sums:
             self.set_sync(is_last)
@@ -133,11 +133,11 @@ class Engine:
             if self.explain is not None:
                 self.explain(error)
             raise
-        if together:
+        if not self._is_alone:
             self.finish()
         for buffers in passes.buffers:
             buffers.end_step()
-        self.forward.settle(self.module, sums, num_samples=num_samples, among_ranks=together)
+        self.forward.settle(self.module, sums, num_samples=num_samples, among_ranks=among_ranks)
         return sums
 
     def evaluate(self, step: Step) -> Sums:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,8 @@ from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import multiply_all
 
-Factor = Callable[[Tensor], Tensor | float]  # from a loss of a step to its factor
-
-
-class Draws(NamedTuple):
-    """The key of a micro-batch's random draws, and how often its step has called the model (0 without own calls)."""
-
-    at: tuple[int | str, ...]
-    num_calls: int = 0
-
-    @property
-    def key(self) -> tuple[int | str, ...]:
-        return self.at if self.num_calls <= 1 else (*self.at, "call", self.num_calls)
+_CPU = torch.device("cpu")
+Factor = Callable[[], Tensor | float]  # returns the factor of a step's losses; it may wait for the weights of other ranks
 
 
 @dataclass(eq=False)
@@ -45,7 +35,9 @@ class Forward:
     example: Tensor | None = None  # the inputs of two samples, without storage; None if their kind is not known
     observers: list[Observe] = field(default_factory=list)  # get the outputs of each micro-batch of an evaluation, on one rank
     is_padding: bool = field(default=False, init=False)  # of the current micro-batch; for layers that use other ranks' samples
-    draws: Draws = field(default=Draws(()), init=False)  # the random draws of the current micro-batch's units depend on this
+    _at: tuple[int | str, ...] = field(default=(), init=False)  # the key of the current micro-batch's random draws
+    _num_calls: int = field(default=0, init=False)  # how often its step has called the model (0 without own calls)
+    is_quiet: bool = field(default=False, init=False)  # in training, only units with a dropout above 0 draw random numbers
 
     def __post_init__(self) -> None:
         self.device = self.devices[0]
@@ -59,22 +51,24 @@ class Forward:
     def seed_draws(self, *phase: str, step: int | None, micro_batch: int, turn: str = "") -> None:
         """Seed the model's random draws by step and micro-batch, not by rank. Step None: an evaluation."""
         at: tuple[int | str, ...] = ("forward", step, micro_batch) if step is not None else ("evaluation", micro_batch)
-        self.draws = Draws((*at, *(("turn", turn) if turn else ()), *phase))
-        self._seed(*self.draws.key)
+        self._at, self._num_calls = (*at, *(("turn", turn) if turn else ()), *phase), 0
+        if not self.is_quiet or step is None:  # metrics may draw too
+            self._seed()
 
     def begin_call(self) -> None:
         """Let the units draw other numbers than in an earlier call for the same micro-batch."""
-        self.draws = self.draws._replace(num_calls=self.draws.num_calls + 1)
+        self._num_calls += 1
 
     def key_draws(self, units: Sequence[nn.Module], *, are_all: bool = False) -> None:
         """Seed the draws of each unit, and the draws after the last unit, also by its number, so not by rank in a pipeline.
 
-        `are_all`: the units are the whole forward. Then a unit of torch's own layers, without dropout, is not seeded.
+        `are_all`: the units are the whole forward. Then a unit of torch's own layers, without dropout, is not seeded; and if
+        all units are such units, and the task draws nothing, no micro-batch is.
         """
 
         def seed_unit(*_: object, number: int, dropouts: Sequence[Any] | None) -> None:
             if dropouts is None or any(layer.p for layer in dropouts):
-                self._seed(*self.draws.key, number)
+                self._seed(number)
 
         layers = [only_dropouts(unit) if are_all else None for unit in units]  # before these hooks, which others could draw in
         for number, (unit, dropouts) in enumerate(zip(units, layers)):
@@ -82,15 +76,18 @@ class Forward:
         if units:
             every = None if None in layers else [layer for dropouts in layers for layer in dropouts or ()]
             units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units), dropouts=every))
+            self.is_quiet = every is not None and type(self.task).__module__.startswith("framework.tasks.")
 
-    def _seed(self, *parts: int | str) -> None:
-        seed_generators(key(self.seed, *parts), devices=self.devices)
+    def _seed(self, *unit: int) -> None:
+        calls = ("call", self._num_calls) if self._num_calls > 1 else ()
+        seed_generators(key(self.seed, *self._at, *calls, *unit), devices=self.devices)
 
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the sum of the losses, for the backward pass, and all sums, with `measure` also those of the metrics."""
         self.is_padding = micro_batch.is_padding
         try:
-            outputs = self.for_loss(lambda: call(model, micro_batch.inputs))
+            compute = functools.partial(call, model, micro_batch.inputs)
+            outputs = compute() if self.autocast is None else self.for_loss(compute)
         except Exception as error:
             name_samples(error, micro_batch)
             raise
@@ -114,7 +111,8 @@ class Forward:
                     raise TypeError(
                         "loss() returns a pair, but the task has loss_weight() (return the sum; or loss_weight = None)"
                     )
-                loss = loss, self._weight_of_loss(micro_batch.targets)
+                known = micro_batch.weight
+                loss = loss, self._weight_of_loss(micro_batch.targets) if known is None else known
         except Exception as error:
             name_samples(error, micro_batch, narrowed=lambda part: self.task.loss(part(outputs), part(micro_batch.targets)))
             raise
@@ -125,35 +123,36 @@ class Forward:
                 raise Unfit("task: its metrics() returns a value with the name of the loss (use a new name)")
             values |= measured
         sums = as_sums(values)
-        require_rows(sums, micro_batch)
+        if len(sums) < 2 * len(values):  # a sum has no weight
+            require_rows(sums, micro_batch)
         return loss_in(values), sums
 
-    def factor(
-        self, micro_batches: Sequence[MicroBatch], *, scale: float, num_samples: int, among_ranks: bool = True
-    ) -> Factor:
-        """Return the factor of a step's losses: `scale`, divided by the weight of the global batch or the number of samples.
+    def weighed(
+        self, step: Step, *, scale: float, num_samples: int, is_counted: bool, among_ranks: bool
+    ) -> tuple[Step, Factor]:
+        """Return the step with the weight of each micro-batch's loss, and the factor of these losses.
 
-        `micro_batches` are those of this rank that count. With `among_ranks`, the weights of all ranks are added: collective,
-        while the first forward pass runs.
+        The factor is `scale`, divided by the weight of the global batch, or by `num_samples` if the task does not tell the
+        weight before the forward. With `among_ranks`, the weights of all ranks that count are added. If all ranks know all
+        targets, they need no message; otherwise this is collective, while the first forward pass runs.
         """
         if self._weight is None:
-            return lambda loss: scale / num_samples
-        weight = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro_batch in micro_batches:
-            weight += self._weight(micro_batch.targets)
-        work = dist.all_reduce(weight, async_op=True) if among_ranks and dist.is_initialized() else None
+            factor = scale / num_samples
+            return step, lambda: factor
+        step = step._replace(micro_batches=[m._replace(weight=self._weight(m.targets)) for m in step.micro_batches])
+        if among_ranks and step.targets is not None:
+            return step, _factor(scale, self._weight(step.targets))
+        counted: list[Any] = [m.weight for m in step.micro_batches if is_counted and not m.is_padding]
+        total = sum(counted[1:], counted[0]) if counted else 0.0
+        if not among_ranks:
+            return step, _factor(scale, total)
+        of_ranks = torch.zeros((), dtype=torch.float64, device=self.device) + total
+        return step, _factor(scale, of_ranks, dist.all_reduce(of_ranks, async_op=True))
 
-        def of(loss: Tensor) -> Tensor:
-            if work is not None:
-                work.wait()
-            return torch.where(weight > 0, scale / weight, 0.0).to(loss)
-
-        return of
-
-    def settle(self, module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool = True) -> None:
+    def settle(self, module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool) -> None:
         """Divide the gradients by the weight of the loss, if only its result tells the weight. Collective."""
         if self._weight is None:
-            weigh_gradients(module, sums, num_samples=num_samples, among_ranks=among_ranks and dist.is_initialized())
+            weigh_gradients(module, sums, num_samples=num_samples, among_ranks=among_ranks)
 
     def evaluated(self, outputs: Tree, micro_batch: MicroBatch) -> Sums:
         """Return all sums of a micro-batch with a weight above zero, in an evaluation."""
@@ -214,9 +213,23 @@ class WholeModel:
         return self.forward.in_precision(lambda: call(self.model, inputs))
 
 
+def _factor(scale: float, weight: Any, work: "dist.Work | None" = None) -> Factor:
+    """Return the factor of the losses for the weight of a global batch, which is known when `work` is done."""
+
+    def factor() -> Tensor | float:
+        if work is not None:
+            work.wait()
+        if getattr(weight, "device", _CPU).type != "cpu":  # the host does not wait for a GPU
+            return torch.where(weight > 0, scale / weight, 0.0)
+        return scale / number if (number := float(weight)) > 0 else 0.0
+
+    return factor
+
+
 def scaled(loss: Tensor, factor: Factor, micro_batch: MicroBatch) -> Tensor:
     """Return a micro-batch's part of the step's loss: for padding it is zero, so that its gradients are."""
-    return loss * (0.0 if micro_batch.is_padding else factor(loss))
+    value = 0.0 if micro_batch.is_padding else factor()
+    return loss * (value.to(loss) if isinstance(value, Tensor) else value)
 
 
 def counted(sums: Sums, micro_batch: MicroBatch) -> Sums:

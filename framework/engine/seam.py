@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from framework.engine.sums import Value
+from framework.engine.sums import Number, Value
 from framework.modules.tensors import Tree, map_tensors
 
 
@@ -23,6 +23,7 @@ class MicroBatch(NamedTuple):
     keys: np.ndarray | None = None  # for the augmentation of its samples, until the augmentation is done
     samples: Sequence[int] = ()  # their numbers in the stored data, for messages
     split: str = ""
+    weight: Number | None = None  # of its loss, if the task tells it before the forward
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Return the micro-batch with `function` applied to each of its tensors."""
@@ -37,6 +38,7 @@ class Step(NamedTuple):
     micro_batches: Sequence[MicroBatch]
     turn: str = ""  # the turn whose parameters it moves; empty: all parameters
     is_even: bool = True  # all micro-batches on all ranks have the same size; then all ranks cut a step in the same way
+    targets: Tree = None  # of the global batch, on the CPU, if every rank knows them; None: a rank knows only its own
 
     @property
     def num_own_samples(self) -> int:

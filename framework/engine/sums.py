@@ -44,24 +44,23 @@ def as_sums(values: Mapping[str, Value]) -> Sums:
     """Return a task's values as sums and their weights, without gradients. Unfit for any other value."""
     sums: Sums = {}
     for name, value in values.items():
-        pair = value if isinstance(value, tuple) else (value,)
-        for key, item in zip((name, weight_of(name))[: len(pair)], pair, strict=True):
-            if not isinstance(item, (Tensor, int, float)) or getattr(item, "shape", ()) != ():
-                kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
-                raise Unfit(
-                    f"task: {name} is {kind} (a sum over the samples, and its weight, is a number or a tensor of shape ())"
-                )
-            number = item.detach() if isinstance(item, Tensor) else _beside(values, item)
-            if number.dtype in (torch.float16, torch.bfloat16):
-                number = number.float()  # so that sums over micro-batches do not round as often as there are of them
-            sums[key] = number if key == name else number.double()
+        if isinstance(value, tuple):
+            total, weight = value
+            sums[name], sums[weight_of(name)] = _number(total, name, values), _number(weight, name, values).double()
+        else:
+            sums[name] = _number(value, name, values)
     return sums
 
 
-def _beside(values: Mapping[str, Value], number: float) -> Tensor:
-    """Return a number as a tensor on the device of the values that are tensors."""
-    device = next((item.device for item in tensors_in(dict(values))), None)
-    return torch.tensor(number, dtype=torch.float64, device=device)
+def _number(item: Number, name: str, values: Mapping[str, Value]) -> Tensor:
+    if isinstance(item, Tensor) and item.ndim == 0:
+        # 16 bits: sums over micro-batches would round as often as there are of them
+        return item.detach() if item.element_size() > 2 or not item.is_floating_point() else item.detach().float()
+    if not isinstance(item, (int, float)):
+        kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
+        raise Unfit(f"task: {name} is {kind} (a sum over the samples, and its weight, is a number or a tensor of shape ())")
+    device = next((tensor.device for tensor in tensors_in(dict(values))), None)
+    return torch.tensor(item, dtype=torch.float64, device=device)
 
 
 def loss_in(values: Mapping[str, Value]) -> Tensor:

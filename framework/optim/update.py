@@ -165,6 +165,7 @@ class Update:
     turns: Sequence[Turn] = ()  # of a step; empty: a step moves all parameters at once
     schedules: Mapping[str, Schedule] = field(default_factory=dict)  # of the turns
     trained: Sequence[Trainable] = ()
+    may_draw: bool = True  # whether the optimizer's step, or a user's hook in it, may draw random numbers
 
     def __post_init__(self) -> None:
         self.initial = group_values(self.optimizer)  # an optimizer's later changes of these are part of its state
@@ -195,10 +196,8 @@ class Update:
         """Return the turns of a step, counted from 0; None means all parameters at once."""
         return [turn for turn in self.turns if turn.is_due(step)] or [None]
 
-    def keep(self, turn: Turn | None) -> None:
+    def keep(self, turn: Turn) -> None:
         """Keep only the gradients of a turn's parameters, and select the turn's optimizer for the step."""
-        if turn is None:
-            return
         assert isinstance(self.optimizer, InTurns)
         self.optimizer.turn = turn.name
         for item in self.trained:
@@ -217,7 +216,8 @@ class Update:
             group.update(options)
         for change in self.changes:
             change(step)
-        seed_generators(key(self.seed, "optimizer", step), devices=self._devices)
+        if self.may_draw:
+            seed_generators(key(self.seed, "optimizer", step), devices=self._devices)
         self.optimizer.step()
         if self.average is not None and is_last:
             self.average.update(step)

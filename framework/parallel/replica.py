@@ -66,13 +66,14 @@ class SavedAtEnd:
 
 
 class Replica:
-    """A model in a DistributedDataParallel. Without a hook, gradients are summed. The constructor is collective."""
+    """A model in a DistributedDataParallel, which averages gradients over the ranks. The constructor is collective."""
 
     def __init__(self, model: nn.Module, *, hook: Hook | None = None, **options: Any) -> None:
         # buffers follow micro-batch 0; without device_ids, the inputs stay on the devices where the loader has put them
         arguments: dict[str, Any] = {**without_buffer_sync(), **options}
         self._wrapper = DistributedDataParallel(model, **arguments)
-        self._wrapper.register_comm_hook(self._wrapper.process_group, summed if hook is None else _with_future(hook))
+        if hook is not None:
+            self._wrapper.register_comm_hook(self._wrapper.process_group, _with_future(hook))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._wrapper(*arguments, **named)
@@ -87,9 +88,8 @@ class Replica:
 
 
 def summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sum a bucket over the ranks. (DDP itself would average it.)"""
-    gradient = bucket.buffer()
-    work = dist.all_reduce(gradient, group=group, async_op=True)
+    """Sum a bucket over the ranks. (DDP itself averages it, in C++.)"""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])  # value() raises the error of a failed collective
 
 

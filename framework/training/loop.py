@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,8 @@ from framework.optim.update import Update
 from framework.runs.metrics_file import Row, numbers_of
 from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
-from framework.training.evaluation import measure, totals
 from framework.training.guard import require_equal_replicas, require_equal_trails
-from framework.training.loop_view import finish_gradients
+from framework.training.loop_view import finish_gradients, measure, totals
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
 from framework.training.plan import Plan
@@ -96,18 +95,18 @@ class Trainer:
             preempted = is_asked and can_save
             if save_failed:
                 self.saver.settle()
-            if self.is_over:
+            if is_over := self.is_over:  # the evaluation may have ended the run
                 self.evaluate("test")
             is_due = is_best or preempted or (is_late and can_save)
-            if preempted and not self.is_over:
+            if preempted and not is_over:
                 is_due = not self.saver.is_short_of_time(self.progress.step, grace_s=self.plan.grace_s)
-            if self.is_over or is_due:
+            if is_over or is_due:
                 self.save()
                 is_late = False
-            if self.is_over or preempted:
+            if is_over or preempted:
                 self.speed.enter("end")
                 self.saver.finish()
-                return self.is_over
+                return is_over
             self.speed.enter("data")
             step = next(steps)
 
@@ -122,7 +121,7 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        return self.is_due(None) or (self.is_ending and self.parts.can_save(is_ending=True))
+        return self.is_ending and (self.is_due(None) or self.parts.can_save(is_ending=True))
 
     @property
     def is_ending(self) -> bool:
@@ -143,19 +142,21 @@ class Trainer:
 
     def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
         """Take one optimizer step. Return this rank's sums and, if measured, the global gradient norm."""
-        progress, turns = self.progress, self.update.due(self.progress.step)
+        progress, sums, norms = self.progress, Sums(), list[Tensor]()
+        turns: Sequence[Turn | None] = self.update.due(progress.step) if self.update.turns else [None]
         self.world.at("training", step=progress.step + 1)
-        self.speed.enter("forward_backward")
-        self.recovery.begin_step()
-        step, sums, norms = self.parts.begin_step(step, has_row=measure), Sums(), list[Tensor]()
+        if self.recovery.is_watching:
+            self.recovery.begin_step()
+        if self.parts.by_name:
+            step = self.parts.begin_step(step, has_row=measure)
         for turn in turns:
+            self.speed.enter("forward_backward")
             more, norm = self.take_turn(turn, step, measure=measure, is_last=turn is turns[-1])
-            sums = over_turns(sums, more)
+            sums = over_turns(sums, more) if sums else more
             norms += [norm] if norm is not None else []
         self.speed.enter("loop")
         self.loss_watch += sums["loss"]
-        progress.step += 1
-        progress.samples_seen += step.num_samples
+        progress.step, progress.samples_seen = progress.step + 1, progress.samples_seen + step.num_samples
         self.parts.step_taken()
         return sums, torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else None
 
@@ -163,12 +164,11 @@ class Trainer:
         """Do the work of `train_step` for the parameters of one turn, or for all parameters."""
         progress, plan, scale, is_watching = self.progress, self.plan, self.update.loss_scale, self.recovery.is_watching
         step = step._replace(turn=turn.name) if turn is not None else step
-        self.speed.enter("forward_backward")
         for parameter in self.parameters:
             parameter.grad = None
         sums = self.engine.train(step, index=progress.step, loss_scale=scale.value, measure=measure)
         self.speed.enter("optimizer")
-        finish_gradients(sums, step=step, engine=self.engine, update=self.update)
+        finish_gradients(step=step, engine=self.engine, update=self.update)
         self.parts.gradients_ready(sums, step)
         max_norm = turn and turn.clip_grad_norm or plan.settings.clip_grad_norm
         needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching

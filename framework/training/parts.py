@@ -69,7 +69,7 @@ class LoopParts:
                 with self._blame(name):
                     inputs, targets = change(self.loop, micro_batch.inputs, micro_batch.targets)
                 changed.append(micro_batch._replace(inputs=inputs, targets=targets))
-            step = step._replace(micro_batches=changed)
+            step = step._replace(micro_batches=changed, targets=None)
         return step
 
     def gradients_ready(self, sums: Sums, step: Step) -> None:

@@ -123,7 +123,7 @@ def test_a_fingerprint_never_fails_and_a_checkpoint_can_hold_it() -> None:
 
 
 LINE = ["dataset=tokens", "dataset.vocab_size=50", "dataset.seq_len=16", "model=gpt", "model.dim=8", "model.num_layers=1",
-        "model.num_heads=1", "trainer.max_steps=30", "trainer.eval_every=2", "checkpoint.every=1"]  # fmt: skip
+        "model.num_heads=1", "trainer.max_steps=30", "trainer.eval_every=2", "trainer.log_every=1", "checkpoint.every=1"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("split", "strategy"), [("train", ["parallel=ddp", "launch.nproc_per_node=2"]), ("val", [])])

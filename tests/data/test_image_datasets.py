@@ -13,7 +13,7 @@ from PIL import Image
 
 from framework.data import published
 from framework.data.image_folder import ImageFolder
-from framework.data.loading import load_split
+from framework.data.loader import load_split
 from framework.data.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
 from framework.data.source import Arrays, Files, Source, decode_image
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from framework.build.components import kept_on_cpu
-from framework.data.loader import Loader
-from framework.data.loading import load_split
+from framework.data.loader import Loader, load_split
 from framework.data.map_style import MapStyle
 from framework.data.order import Order
 from framework.data.source import Split
