@@ -184,7 +184,7 @@ def test_what_is_drawn_and_stopped_does_not_depend_on_how_fast_the_search_looks(
 def test_optuna_is_in_the_parent_alone() -> None:
     users = {str(path.relative_to(ROOT)) for path in (ROOT / "framework").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, (ast.Import, ast.ImportFrom)) and "optuna" in ast.unparse(node)}  # fmt: skip
-    assert users == {f"framework/sweep/{name}.py" for name in ("search", "study", "watched")}
+    assert users == {f"framework/sweep/{name}.py" for name in ("search", "study")}
 
 
 @pytest.mark.parametrize(
