@@ -68,11 +68,11 @@ def _show(path: Path) -> list[str]:
     step = max(steps, key=lambda step: (step == step, step))
     total = f" of {summary['total_steps']}" if "total_steps" in summary else ""
     known = [("directory", str(path.resolve())), ("step", f"{step:.0f}{total}")]
-    lines = [f"{label_of(path)}: {state_line(directory)}", *aligned([*known, *result(directory, root=str(path.parent))])]
+    lines = [f"{_label_of(path)}: {_state_line(directory)}", *_aligned([*known, *result(directory, root=str(path.parent))])]
     computed, executed = _settings(path)
-    lines += section("what it computes (without the defaults)", computed)
-    lines += section("how it is executed", [*executed, *_execution(summary, start)])
-    return [*lines, *section("files", _files(directory))]
+    lines += _section("what it computes (without the defaults)", computed)
+    lines += _section("how it is executed", [*executed, *_execution(summary, start)])
+    return [*lines, *_section("files", _files(directory))]
 
 
 def _settings(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -90,10 +90,10 @@ def _settings(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]
 
 
 def _execution(summary: dict[str, Any], start: dict[str, Any]) -> list[tuple[str, str]]:
-    workers = [worker for worker in items_of(start.get("workers")) if isinstance(worker, dict)][-1:]
+    workers = [worker for worker in _items_of(start.get("workers")) if isinstance(worker, dict)][-1:]
     strategy, size = (summary.get(name) for name in ("parallel", "world_size"))
     found = [("strategy", f"{strategy}, {size} process{'es' * (size != 1)}")] if strategy else []
-    found += [(name, ", ".join(map(str, items_of(worker.get(name))))) for worker in workers for name in ("hosts", "devices")]
+    found += [(name, ", ".join(map(str, _items_of(worker.get(name))))) for worker in workers for name in ("hosts", "devices")]
     return [*found, ("command", command_of(start))] if start else found
 
 
@@ -109,8 +109,8 @@ def _files(directory: RunDirectory) -> list[tuple[str, str]]:
 
 def _diff(first: Path, second: Path) -> list[str]:
     lines = [
-        f"A  {label_of(first)}: {state_line(RunDirectory(first))}",
-        f"B  {label_of(second)}: {state_line(RunDirectory(second))}",
+        f"A  {_label_of(first)}: {_state_line(RunDirectory(first))}",
+        f"B  {_label_of(second)}: {_state_line(RunDirectory(second))}",
     ]
     try:
         computed, executed = compare.config_differences(first, second)
@@ -119,10 +119,10 @@ def _diff(first: Path, second: Path) -> list[str]:
     lines += _two("configuration: keys that decide the id of a run", computed)
     lines += _two("configuration: other keys", executed)
     code = compare.code_differences(first, second)
-    lines += section("code", code or ["the same"], is_pairs=False)
+    lines += _section("code", code or ["the same"], is_pairs=False)
     lines += _two("environment of the latest start", compare.environment_differences(first, second))
-    lines += section("rows of metrics.jsonl", _rows(compare.rows_difference(first, second)), is_pairs=False)
-    return lines + section("final weights", [compare.weights_difference(first, second)], is_pairs=False)
+    lines += _section("rows of metrics.jsonl", _rows(compare.rows_difference(first, second)), is_pairs=False)
+    return lines + _section("final weights", [compare.weights_difference(first, second)], is_pairs=False)
 
 
 def _rows(found: compare.RowsDifference) -> list[str]:
@@ -148,22 +148,22 @@ def _number(value: Any) -> str:
 
 def _two(title: str, pairs: compare.TwoValues) -> list[str]:
     items = [(key, "  |  ".join(text or "-" for text in told_apart(pair))) for key, pair in pairs.items()]
-    return section(title, items) or ["", title, "  the same"]
+    return _section(title, items) or ["", title, "  the same"]
 
 
 # --- why
 
 
-def why(path: Path) -> list[str]:
+def _why(path: Path) -> list[str]:
     found, directory = lineage(path), RunDirectory(path)
     lines = [
-        f"{label_of(path)}: {state_line(directory)}",
-        *aligned(pair for pair in result(directory, root="") if pair[0] in ("best", "val", "test")),
+        f"{_label_of(path)}: {_state_line(directory)}",
+        *_aligned(pair for pair in result(directory, root="") if pair[0] in ("best", "val", "test")),
     ]
     if directory.weights.is_file():
         whole = directory.has_whole_weights
         digest = f"sha256 {checksum(directory.weights, hashlib.sha256)[1]}" if whole else "damaged: it is not safetensors"
-        lines += aligned([("weights", f"model.safetensors, {digest}")])
+        lines += _aligned([("weights", f"model.safetensors, {digest}")])
     lines += [
         "",
         f"It comes from {len(found)} run{'s' * (len(found) > 1)}, in this order:" if len(found) > 1 else "Its starts:",
@@ -175,7 +175,7 @@ def why(path: Path) -> list[str]:
 
 def _ancestor(ancestor: Ancestor) -> Iterable[str]:
     directory = RunDirectory(ancestor.run)
-    yield f"{label_of(ancestor.run)} ({directory.path}): {state_line(directory)}"
+    yield f"{_label_of(ancestor.run)} ({directory.path}): {_state_line(directory)}"
     for parent in ancestor.parents:
         rows = compare.rows_difference(parent.run, ancestor.run)
         begins = f"; both have the same rows up to step {rows.last_same}" if rows.last_same else ""
@@ -197,7 +197,7 @@ def _ancestor(ancestor: Ancestor) -> Iterable[str]:
         new = [f"{name} {text}" for name, text in facts.items() if earlier.get(name) != text]
         yield f"started {str(start.get('at'))[:16].replace('T', ' ')}" + ("" if new else ", as before")
         yield from (f"  {text}" for text in new)
-        yield from (f"  changed in between, and accepted: {text}" for text in items_of(start.get("accepted")))
+        yield from (f"  changed in between, and accepted: {text}" for text in _items_of(start.get("accepted")))
         earlier = facts
     if steps := directory.read_summary().get("continued_at"):
         yield f"interrupted and continued after step {', '.join(map(str, steps))}: this changes no number"
@@ -210,7 +210,7 @@ def _code(start: dict[str, Any]) -> str:
     if isinstance(git, dict):
         changes = git.get("incomplete") or (git.get("diff") and "provenance.json has the changes")
         commit = f"commit {git.get('commit')}{f' and changes ({changes})' if changes else ''}"
-        commit += f", {len(items_of(git.get('untracked')))} files that git does not know" if git.get("untracked") else ""
+        commit += f", {len(_items_of(git.get('untracked')))} files that git does not know" if git.get("untracked") else ""
     return f"{commit}; steadfast {start.get('framework')}, python {start.get('python')}, {versions}"
 
 
@@ -221,7 +221,7 @@ _MOST_LINES = 40  # per list
 _WIDEST, _BEFORE = 60, 20  # characters of a cut text, and how many of them may be before the first difference
 
 
-def state_line(directory: RunDirectory) -> str:
+def _state_line(directory: RunDirectory) -> str:
     error = directory.read_summary().get("error")
     return directory.state + (f": {' '.join(str(error).split())}" if error else "")
 
@@ -239,11 +239,11 @@ def command_of(start: dict[str, Any]) -> str:
     return "".join(before) + shlex.join(words)
 
 
-def label_of(path: Path) -> str:
+def _label_of(path: Path) -> str:
     return "/".join(path.resolve().parts[-2:])
 
 
-def items_of(value: Any) -> list[Any]:
+def _items_of(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -254,20 +254,20 @@ def told_apart(texts: Sequence[str]) -> list[str]:
     return ["... " * (begin > 0) + text[begin:end] + " ..." * (len(text) > end) for text in texts]
 
 
-def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
+def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
     pairs = list(pairs)
     width = max((len(name) for name, _ in pairs), default=0)
     return [f"  {name:{width}}  {text}" for name, text in pairs]
 
 
-def section(title: str, items: list[Any], *, is_pairs: bool = True) -> list[str]:
-    lines = aligned(items) if is_pairs else [f"  {text}" for text in items]
+def _section(title: str, items: list[Any], *, is_pairs: bool = True) -> list[str]:
+    lines = _aligned(items) if is_pairs else [f"  {text}" for text in items]
     left = len(lines) - _MOST_LINES
     return ["", title, *lines[:_MOST_LINES], *([f"  ... and {left} more"] if left > 0 else [])] if lines else []
 
 
 # --- the commands of the command line, by name
 
-_COMMANDS: dict[str, tuple[Callable[..., list[str]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (why, 1)}
+_COMMANDS: dict[str, tuple[Callable[..., list[str]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (_why, 1)}
 
 show, diff, trace = (partial(about_runs, name) for name in _COMMANDS)

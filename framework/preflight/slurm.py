@@ -1,4 +1,4 @@
-"""The options of a Slurm job, and checks of them against the cluster before the job is submitted."""
+"""The options of a Slurm job, and checks before it is submitted: by the cluster, and of the folder that the nodes must see."""
 
 import math
 import os

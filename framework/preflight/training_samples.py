@@ -1,4 +1,4 @@
-"""The samples that a rehearsal fetches from the training split, and what they show about the data."""
+"""The samples that a rehearsal fetches from the training split, what they show about the data, and what their cut decides."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""The content of a report on the runs below a root. Their files may be damaged, or belong to other users."""
+"""The report on the runs below a root, and its page. The runs' files may be damaged, or belong to other users."""
 
 import base64
 import hashlib

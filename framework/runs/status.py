@@ -1,4 +1,4 @@
-"""The states of runs, from the runs' directories, and from Slurm for runs in its queue."""
+"""The states of runs, from the runs' directories, and from Slurm for runs in its queue; and their table (mode=status)."""
 
 import math
 import re

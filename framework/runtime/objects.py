@@ -1,4 +1,4 @@
-"""Objects in a store that fsspec supports (s3://, gs://, file://, ...): list, read, put, and exclusive creation."""
+"""Objects in a store that fsspec supports (s3://, gs://, file://, ...): list, read, put, exclusive creation, local copies."""
 
 import hashlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""The jobs of a sweep, and the problems that are found before the first job runs."""
+"""The jobs of a sweep, the problems that are found before the first job runs, and the order of a grid's jobs."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace

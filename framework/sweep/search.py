@@ -1,4 +1,7 @@
-"""A search. Optuna draws the parameters in this process; a trial is a run, and its objective is checkpoint.monitor."""
+"""A search. Optuna draws the parameters in this process; a trial is a run, and its objective is checkpoint.monitor.
+
+The evaluations of a running trial are read as they arrive, and the pruner decides after each.
+"""
 
 import os
 from collections.abc import Callable
