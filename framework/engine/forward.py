@@ -133,15 +133,16 @@ class Forward:
         """Return the step with the weight of each micro-batch's loss, and the factor of these losses.
 
         The factor is `scale`, divided by the weight of the global batch, or by `num_samples` if the task does not tell the
-        weight before the forward. With `among_ranks`, the weights of all ranks that count are added. If all ranks know all
-        targets, they need no message; otherwise this is collective, while the first forward pass runs.
+        weight before the forward. With `among_ranks`, the weights of all ranks that count are added. Ranks that know all
+        targets need no message for a count, which no cut rounds; otherwise this is collective, while the first forward runs.
         """
         if self._weight is None:
             factor = scale / num_samples
             return step, lambda: factor
-        step = step._replace(micro_batches=[m._replace(weight=self._weight(m.targets)) for m in step.micro_batches])
-        if among_ranks and step.targets is not None:
-            return step, _factor(scale, self._weight(step.targets))
+        weights = [_exact(self._weight(micro_batch.targets)) for micro_batch in step.micro_batches]
+        step = step._replace(micro_batches=[m._replace(weight=weight) for m, weight in zip(step.micro_batches, weights)])
+        if among_ranks and step.targets is not None and not _is_fraction(weight := self._weight(step.targets)):
+            return step, _factor(scale, _exact(weight))
         counted: list[Any] = [m.weight for m in step.micro_batches if is_counted and not m.is_padding]
         total = sum(counted[1:], counted[0]) if counted else 0.0
         if not among_ranks:
@@ -211,6 +212,14 @@ class WholeModel:
     def outputs(self, inputs: Tree) -> Tree:
         self.forward.seed_draws(step=None, micro_batch=0)
         return self.forward.in_precision(lambda: call(self.model, inputs))
+
+
+def _is_fraction(weight: Any) -> bool:
+    return weight.is_floating_point() if isinstance(weight, Tensor) else isinstance(weight, float)
+
+
+def _exact(weight: Any) -> Any:
+    return weight.double() if isinstance(weight, Tensor) else weight
 
 
 def _factor(scale: float, weight: Any, work: "dist.Work | None" = None) -> Factor:

@@ -4,15 +4,17 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.engine.forward import Forward
-from framework.engine.seam import MicroBatch
+from framework.engine.seam import MicroBatch, Step
 from framework.modules.tensors import map_tensors
 from framework.tasks.language_modeling import LanguageModeling
 from framework.tasks.regression import Regression
@@ -185,6 +187,30 @@ def test_a_model_is_called_with_a_tensor_a_tuple_or_names(inputs: Any) -> None:
     value = 1.0 if isinstance(inputs, Tensor) else 2.0
     assert torch.equal(outputs, torch.full((2, 3), value))
     assert loss.item() == 2 * value**2  # a sum over the two samples, each the mean over its outputs
+
+
+@pytest.mark.parametrize(("weights", "num_messages"), [([1, 0, 1, 1], 0), ([0.1, 0.7, 0.3, 0.2], 1)])
+def test_only_the_weight_that_no_cut_rounds_is_known_without_a_message(
+    weights: list[float], num_messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of float32 numbers of a whole step is rounded otherwise than the sums of its micro-batches."""
+
+    class Weighing(Regression):
+        def loss_weight(self, targets: Tensor) -> Tensor:
+            return torch.tensor(weights)[targets].sum()
+
+    sent = list[Tensor]()
+    monkeypatch.setattr(dist, "all_reduce", lambda weight, async_op: sent.append(weight.clone()) or SimpleNamespace(wait=list))
+    made, numbers = Forward(Weighing(), seed=0, devices=[CPU], autocast=None), torch.arange(4)
+    halves = [MicroBatch(number, numbers, half, 2, 2 * number, False) for number, half in enumerate(numbers.split(2))]
+    for own in (halves[:1], halves):
+        step, factor = made.weighed(
+            Step(0, 4, own, targets=numbers), scale=1.0, num_samples=4, is_counted=True, among_ranks=True
+        )
+        assert [micro_batch.weight.dtype for micro_batch in step.micro_batches] == [torch.float64] * len(own)
+        total = sum(weights) if not num_messages or len(own) == 2 else sum(weights[:2])
+        assert factor() == pytest.approx(1 / total, rel=1e-7)
+    assert len(sent) == 2 * num_messages
 
 
 def test_layers_can_ask_whether_the_micro_batch_is_padding() -> None:
