@@ -35,8 +35,7 @@ TURNS = TURNS.replace("optimizer: 1, ", "")
 GAN = [*RUN, *SMALL, "model._target_=tests.trainings.Gan", "task._target_=tests.trainings.Adversarial", TURNS, "trainer.max_steps=6",
        "trainer.clip_grad_norm=null", "checkpoint.every=2"]  # fmt: skip
 REFUSED = {
-    **dict.fromkeys(("pipeline", "ddp+pp", "context", "fsdp+context"), "the task has its own step"),
-    "pp+fsdp+tp": "does not have chain()",
+    **dict.fromkeys(("pipeline", "ddp+pp", "pp+fsdp+tp", "context", "fsdp+context"), "the task has its own step"),
     "parameter-server": "several optimizers",
 }
 
