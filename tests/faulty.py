@@ -1090,6 +1090,20 @@ class OtherEachTime(Net):
             self.last.bias.copy_(torch.from_numpy(np.random.default_rng().standard_normal(10)))
 
 
+class NoisyChain(nn.Module):
+    """Draws in its forward, before the modules that its chain lists, which are all torch's own and draw nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(192, 12), nn.Tanh(), nn.Linear(12, 10))
+
+    def chain(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + 0.1 * torch.randn_like(x) if self.training else x)
+
+
 class Pulled(Net):
     """A deep equilibrium model's hook, which takes a gradient, in training mode only."""
 

@@ -202,6 +202,7 @@ RIGHT = {
     "residuals around blocks": [*model("Residual"), "parallel=pipeline", TWO],
     "experts that lie apart": [*model("Mixed"), "+model.kind=apart", "parallel=expert", TWO],
     "a constructor that draws from numpy": [*model("NumpyWeights"), "parallel=fsdp", TWO],
+    "noise before the modules of a chain": model("NoisyChain"),
     "a hook of training": model("Pulled"),
     "a flag of the mode": [*model("Observing"), "parallel=ddp", TWO],
     "a task without metrics": [*model("Net"), "task._target_=tests.faulty.OnlyLoss"],
@@ -259,10 +260,11 @@ RIGHT = {
 }
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    "what", sorted(RIGHT, key=lambda what: what not in ("a task without metrics", "a generator that is not used"))
-)
+QUIET = ("noise before the modules of a chain", "a task without metrics", "a generator that is not used")
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("what", sorted(RIGHT, key=lambda what: what not in QUIET))
 def test_what_keeps_it_is_left_alone(what: str) -> None:
     assert found(RIGHT[what]) == []
 
@@ -408,7 +410,7 @@ def test_what_a_rehearsal_computes_no_run_inherits(tmp_path: Path) -> None:
     assert ended.summary["status"] == "finished"
 
 
-@pytest.mark.slow
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero"])
 def test_a_backward_pass_sees_the_gradients_of_one_process(strategy: str, tmp_path: Path) -> None:
     line = [*model("ClampsGradients"), "precision=fp64", "micro_batch_size=2", "rehearse=true"]

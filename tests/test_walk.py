@@ -25,7 +25,7 @@ GPT = ["dataset=synthetic", "dataset.kind=tokens", "dataset.num_train=16", "task
        "trainer.max_steps=2", "device=cpu"]  # fmt: skip
 # the most files of the framework, and lines of functions in them, that run in the second step before its first backward pass. The
 # goals are 5 and 200, 6 and 280, 7 and 320, 8 and 380
-MOST_FUNCTIONS = 145  # of the framework, in a step that does almost nothing
+MOST_FUNCTIONS = 147  # of the framework, in a step that does almost nothing
 MOST = {"single": (11, 335), "ddp": (13, 345), "fsdp": (14, 345), "pipeline": (17, 460)}
 
 
@@ -123,7 +123,7 @@ def functions(found: list[int]) -> Callable[[], None]:
 
 
 def messages(found: list[int], *, world: World) -> Callable[[], None]:
-    """Count the messages of training beside those of DistributedDataParallel, whose gradients do not come through Python."""
+    """Count the messages of a step, beside those by which the ranks agree."""
     names = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "send", "recv")
     plain = {name: getattr(dist, name) for name in names}
 
@@ -139,10 +139,13 @@ def messages(found: list[int], *, world: World) -> Callable[[], None]:
     return lambda: [setattr(dist, name, call) for name, call in plain.items()] and None
 
 
-@pytest.mark.parametrize(("line", "most"), [(NOTHING, 0), ([*NOTHING, "model.dropout=0.5"], 3), (TOKENS, 20)])
-def test_only_what_can_draw_makes_a_step_seed_generators(line: list[str], most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "most"), [(NOTHING, 1), ([*NOTHING, "model.dropout=0.5"], 4)])
+def test_a_step_seeds_generators_once_for_its_forward_and_once_for_a_unit_that_draws(
+    line: list[str], most: int, tmp_path: Path
+) -> None:
+    """Not for stored arrays under transforms that draw nothing, and not for an optimizer of torch."""
     count = of_a_step(World.alone(), configured(*line, f"run.dir={tmp_path}/run"), seedings)
-    assert (count > 0) == (most > 0) and count <= most, f"{count} seedings in a step"
+    assert 0 < count <= most, f"{count} seedings in a step"
 
 
 def test_a_step_of_nothing_runs_few_functions(tmp_path: Path) -> None:
@@ -155,9 +158,9 @@ def messages_of_a_step(world: World, config: RunConfig) -> int:
     return of_a_step(world, config, partial(messages, world=world))
 
 
-@pytest.mark.parametrize(("line", "count"), [(NOTHING, 0), (TOKENS, 1)])
+@pytest.mark.parametrize(("line", "count"), [(NOTHING, 1), (TOKENS, 2)])
 def test_only_a_weight_that_a_rank_does_not_know_is_sent(line: list[str], count: int, tmp_path: Path) -> None:
-    """Images and their labels are in every rank's memory; of tokens, a rank reads only its own."""
+    """One message is the gradients. Images and their labels are in every rank's memory; of tokens, a rank reads only its own."""
     config = configured(*line, "parallel=ddp", "launch.nproc_per_node=2", f"run.dir={tmp_path}/run")
     (tmp_path / "scratch").mkdir()
     assert on_ranks(2, partial(messages_of_a_step, config=config), scratch=tmp_path / "scratch") == [count, count]

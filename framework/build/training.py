@@ -286,8 +286,7 @@ class Builder:
         turns = turns_of(config.optimizer)
         known = [node["_target_"].startswith(("framework.optim.", "torch.optim.")) for node in (
             config.optimizer, *(turn.optimizer for turn in turns))]  # fmt: skip
-        may_draw = bool(config.part) or not all(known)  # in the optimizer's step, or in a hook anywhere
-        engine.forward.is_quiet = engine.forward.is_quiet and not may_draw
+        may_draw = bool(config.part) or not all(known)  # a part may hook into the optimizer
         return Update(
             optimizer, seed=config.seed, peak_lr=peak_lr(config.optimizer, optimizer), schedule=found.pop(""), schedules=found,
             loss_scale=self.precision.loss_scale(), changes=changes, average=average, turns=turns,

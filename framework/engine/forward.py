@@ -37,7 +37,6 @@ class Forward:
     is_padding: bool = field(default=False, init=False)  # of the current micro-batch; for layers that use other ranks' samples
     _at: tuple[int | str, ...] = field(default=(), init=False)  # the key of the current micro-batch's random draws
     _num_calls: int = field(default=0, init=False)  # how often its step has called the model (0 without own calls)
-    is_quiet: bool = field(default=False, init=False)  # in training, only units with a dropout above 0 draw random numbers
 
     def __post_init__(self) -> None:
         self.device = self.devices[0]
@@ -52,8 +51,7 @@ class Forward:
         """Seed the model's random draws by step and micro-batch, not by rank. Step None: an evaluation."""
         at: tuple[int | str, ...] = ("forward", step, micro_batch) if step is not None else ("evaluation", micro_batch)
         self._at, self._num_calls = (*at, *(("turn", turn) if turn else ()), *phase), 0
-        if not self.is_quiet or step is None:  # metrics may draw too
-            self._seed()
+        self._seed()
 
     def begin_call(self) -> None:
         """Let the units draw other numbers than in an earlier call for the same micro-batch."""
@@ -62,8 +60,7 @@ class Forward:
     def key_draws(self, units: Sequence[nn.Module], *, are_all: bool = False) -> None:
         """Seed the draws of each unit, and the draws after the last unit, also by its number, so not by rank in a pipeline.
 
-        `are_all`: the units are the whole forward. Then a unit of torch's own layers, without dropout, is not seeded; and if
-        all units are such units, and the task draws nothing, no micro-batch is.
+        `are_all`: the units are the whole forward. Then a unit of torch's own layers, without dropout, is not seeded.
         """
 
         def seed_unit(*_: object, number: int, dropouts: Sequence[Any] | None) -> None:
@@ -76,7 +73,6 @@ class Forward:
         if units:
             every = None if None in layers else [layer for dropouts in layers for layer in dropouts or ()]
             units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units), dropouts=every))
-            self.is_quiet = every is not None and type(self.task).__module__.startswith("framework.tasks.")
 
     def _seed(self, *unit: int) -> None:
         calls = ("call", self._num_calls) if self._num_calls > 1 else ()

@@ -137,15 +137,12 @@ class Layout:
 
     def _replicated(self) -> Engine:
         given: Any = {name: value for name, value in self.options.items() if name in replica.ReplicaOptions.__annotations__}
-        hook = given.get("hook")
-        if sums := hook is None and self.forward.autocast is torch.float16:  # losses times the ranks would overflow earlier
-            given["hook"] = replica.summed
-        wrapped = replica.Replica(self.model, **given)
+        wrapped, hook = replica.Replica(self.model, **given), given.get("hook")
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         is_any = given.get("find_unused_parameters")
         return self._plain(
             model=wrapped,
-            averaged_over=1 if sums else self.world.world_size,
+            averaged_over=1 if hook is None else self.world.world_size,
             set_sync=wrapped.set_sync,
             warm_up=wrapped.settle,
             parts={"hook": replica.SavedAtEnd()} if hook is not None and replica.keeps_state(hook) else {},

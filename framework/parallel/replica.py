@@ -66,14 +66,13 @@ class SavedAtEnd:
 
 
 class Replica:
-    """A model in a DistributedDataParallel, which averages gradients over the ranks. The constructor is collective."""
+    """A model in a DistributedDataParallel. Without a hook, gradients are summed. The constructor is collective."""
 
     def __init__(self, model: nn.Module, *, hook: Hook | None = None, **options: Any) -> None:
         # buffers follow micro-batch 0; without device_ids, the inputs stay on the devices where the loader has put them
         arguments: dict[str, Any] = {**without_buffer_sync(), **options}
         self._wrapper = DistributedDataParallel(model, **arguments)
-        if hook is not None:
-            self._wrapper.register_comm_hook(self._wrapper.process_group, _with_future(hook))
+        self._wrapper.register_comm_hook(self._wrapper.process_group, summed if hook is None else _with_future(hook))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._wrapper(*arguments, **named)
@@ -88,7 +87,11 @@ class Replica:
 
 
 def summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Sum a bucket over the ranks. (DDP itself averages it, in C++.)"""
+    """Sum a bucket over the ranks.
+
+    DDP itself averages it. The losses would then have to be larger by the number of ranks, and a backward pass that reads its
+    gradients (a clamp, an overflow in fp16) would compute something else.
+    """
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])  # value() raises the error of a failed collective
 

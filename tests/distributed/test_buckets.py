@@ -66,7 +66,7 @@ def test_sums_and_copies_are_those_of_each_tensor_alone(size: int, monkeypatch: 
 
 
 MESSAGES = {
-    "parallel=zero": 3,  # the gradients; the weights of each of two owners
+    "parallel=zero": 4,  # the gradients; the loss's weight; the weights of each of two owners
     "parallel=ddp+pp parallel.replicate=2": 2,  # the gradients; the loss's weight
     "parallel=local-sgd parallel.sync_every=1 parallel.sync_first=0": 3,  # the weights; whether all have the same states; AdamW's moments
     "parallel=local-sgd parallel.sync_every=1 parallel.sync_first=9": 3,  # the loss's weight; which weights have gradients; the gradients
