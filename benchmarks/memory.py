@@ -149,7 +149,10 @@ def own_memory() -> int:
 
 
 def peaks_of(overrides: list[str]) -> tuple[int, dict[str, int]]:
-    """Return the bytes of the whole model, and the maximum of any rank in each phase, for a run that resumes another run."""
+    """Return the bytes of the whole model, and the maximum of any rank in each phase, for a run that resumes another run.
+
+    `build elsewhere`: the minimum of a rank. Rank 0 builds the numbers of the whole model, and sends the others their parts.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [*PEAK_MODEL, *overrides, f"run.root={folder}/runs"]
         for more in (["trainer.max_steps=2", "name=first"], ["name=second"]):
@@ -162,7 +165,8 @@ def peaks_of(overrides: list[str]) -> tuple[int, dict[str, int]]:
         ranks = [json.loads(path.read_text()) for path in notes.glob("*.json")]
         (summary,) = Path(folder).glob("runs/second/*/summary.json")
         num_bytes = json.loads(summary.read_text())["parameters"] * 4
-    return num_bytes, {phase: max(rank.get(phase, 0) for rank in ranks) for phase in PHASES}
+    elsewhere = {"build elsewhere": min(rank["build"] for rank in ranks)}
+    return num_bytes, {phase: max(rank.get(phase, 0) for rank in ranks) for phase in PHASES} | elsewhere
 
 
 def print_peaks() -> None:

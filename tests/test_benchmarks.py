@@ -38,7 +38,7 @@ def test_a_process_takes_no_more_than_its_part_of_the_model_to_build_load_and_sa
     overrides, share = memory.PEAKS["fsdp, 2"]
     whole, peaks = memory.peaks_of(overrides)
     part, tensor = whole / share, 8192 * 1024 * 4  # the largest
-    assert peaks["build"] < 1.1 * (part + tensor)
+    assert peaks["build"] < 1.1 * (whole + tensor) and peaks["build elsewhere"] < 1.1 * (part + tensor)
     assert peaks["resume"] < 1.1 * (3 * part + tensor)
     assert peaks["save"] < 1.1 * (7 * part + tensor)
     assert peaks["results"] < 1.1 * (7 * part + 2 * tensor)

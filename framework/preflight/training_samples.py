@@ -219,7 +219,7 @@ class Cutting:
                 raise
             except Exception:  # a model, or a collate function, that does not accept so few samples
                 continue
-        if not found and self._is_by_ranks and self._samples.draw_for_micro_batches:
+        if self._is_by_ranks and self._samples.draw_for_micro_batches:  # this explains what was found
             found = self._depends_on_cut("dataset", "its collate function or a transform draws once for a whole micro-batch")
         return found
 
