@@ -11,7 +11,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from framework.engine.buffers import Buffers
 from framework.engine.forward import Factor, Forward, WholeModel
-from framework.engine.own_step import OwnSteps, gather_rows
+from framework.engine.own_step import OwnSteps
+from framework.engine.rows import gather_rows
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, by_mesh, map_tensors, whole

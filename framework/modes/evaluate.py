@@ -20,7 +20,7 @@ from framework.runs.provenance import Provenance
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
-from framework.training.loop_view import measure, totals
+from framework.training.evaluation import measure, totals
 from framework.training.metrics import finite
 from framework.training.tracking import combined
 

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from framework.engine.forward import Forward, loss_weight_of
-from framework.engine.own_step import gather_rows
+from framework.engine.rows import gather_rows
 from framework.engine.seam import Demands, MicroBatch, Task
 from framework.engine.sums import Value
 from framework.modules.parts import own_answer

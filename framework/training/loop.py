@@ -26,8 +26,9 @@ from framework.optim.update import Update
 from framework.runs.metrics_file import Row, numbers_of
 from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
+from framework.training.evaluation import measure, totals
 from framework.training.guard import require_equal_replicas, require_equal_trails
-from framework.training.loop_view import finish_gradients, measure, totals
+from framework.training.loop_view import finish_gradients
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
 from framework.training.plan import Plan

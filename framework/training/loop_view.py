@@ -1,6 +1,6 @@
 """The view of the loop that the parts of a run get."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from framework.distributed.world import World
 from framework.engine.buffers import Buffers
 from framework.engine.engine import Engine
 from framework.engine.seam import Step, Task
-from framework.engine.sums import Sums, add, means, weight_of
-from framework.modules.structure import in_eval_mode
+from framework.engine.sums import Sums, means, weight_of
 from framework.modules.tensors import Tree, gradient_of, map_tensors, whole
 from framework.optim.update import AveragedWeights, Update
 from framework.randomness import generator_states, set_generator_states
+from framework.training.evaluation import totals
 
 
 class Loop:
@@ -161,31 +161,3 @@ def finish_gradients(*, step: Step, engine: Engine, update: Update) -> None:
     update.loss_scale.unscale(nn.Module.parameters(engine.module))
     if step.turn:
         update.keep(next(turn for turn in update.turns if turn.name == step.turn))
-
-
-def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
-    """Return this rank's sums over a whole split, in float64: the loss and the task's metrics. Collective.
-
-    After `totals` has added them over the ranks, they count each sample once.
-    """
-    engine.sync_buffers()
-    sums: Sums = {}
-    with in_eval_mode(engine.module):
-        for step in steps:
-            add(sums, {name: value.double() for name, value in engine.evaluate(step).items()})
-    return sums
-
-
-def totals(sums: Sums, *, world: World) -> Sums:
-    """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message.
-
-    It waits only once for each device.
-    """
-    mine: dict[str, Tensor] = {}
-    for device in {value.device for value in sums.values()}:
-        there = {name: value for name, value in sums.items() if value.device == device}
-        flat = torch.cat([value.double().reshape(-1) for value in there.values()]).cpu()
-        mine |= zip(there, flat.split([value.numel() for value in there.values()]))
-    total = world.agreement.sum(torch.cat([mine[name] for name in sums]))
-    parts = total.split([value.numel() for value in sums.values()])
-    return {name: part.reshape(value.shape) for (name, value), part in zip(sums.items(), parts)}
