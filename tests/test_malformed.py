@@ -270,7 +270,7 @@ FLAGS = {
     "seed=1 plan": ["plan: is not key=value (did you mean mode=plan?)"],
     # a forgotten =, and one with spaces
     "evl X": ["evl: is not key=value (did you mean eval?)", "X: is not key=value (key=value, or group=option)"],
-    "seed=1 show": ["show: is not key=value (show comes first)"],
+    "seed=1 show": ["show: is not key=value (show must be the first word)"],
     "launch.nnodes=1:2": [
         "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2 processes (try launch.nnodes=1 launch.nproc_per_node=1, or parallel=ddp, parallel=fsdp)"
     ],

@@ -283,14 +283,10 @@ class Builder:
             share = 1 - settings.ema_decay
             average = AveragedWeights(trained, share=lambda step: share)
         engine.average = average
-        turns = turns_of(config.optimizer)
-        known = [node["_target_"].startswith(("framework.optim.", "torch.optim.")) for node in (
-            config.optimizer, *(turn.optimizer for turn in turns))]  # fmt: skip
-        may_draw = bool(config.part) or not all(known)  # a part may hook into the optimizer
         return Update(
             optimizer, seed=config.seed, peak_lr=peak_lr(config.optimizer, optimizer), schedule=found.pop(""), schedules=found,
-            loss_scale=self.precision.loss_scale(), changes=changes, average=average, turns=turns,
-            trained=trained, may_draw=may_draw,
+            loss_scale=self.precision.loss_scale(), changes=changes, average=average, turns=turns_of(config.optimizer),
+            trained=trained,
         )  # fmt: skip
 
     def stopwatch(self) -> Speed:

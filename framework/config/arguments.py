@@ -122,7 +122,7 @@ def _meant_without_equals(text: str, options: Mapping[str, Sequence[str]]) -> st
         return f"did you mean --{text}?"
     actions = [*get_args(RunConfig.model_fields["mode"].annotation), *COMMANDS]
     if text in actions:
-        return f"{text} comes first" if text in COMMANDS else f"did you mean mode={text}?"
+        return f"{text} must be the first word" if text in COMMANDS else f"did you mean mode={text}?"
     groups = [group for group, names in options.items() if text in names]
     if groups:
         return f"did you mean {groups[0]}={text}?"

@@ -165,7 +165,6 @@ class Update:
     turns: Sequence[Turn] = ()  # of a step; empty: a step moves all parameters at once
     schedules: Mapping[str, Schedule] = field(default_factory=dict)  # of the turns
     trained: Sequence[Trainable] = ()
-    may_draw: bool = True  # whether the optimizer's step, or a user's hook in it, may draw random numbers
 
     def __post_init__(self) -> None:
         self.initial = group_values(self.optimizer)  # an optimizer's later changes of these are part of its state
@@ -216,8 +215,7 @@ class Update:
             group.update(options)
         for change in self.changes:
             change(step)
-        if self.may_draw:
-            seed_generators(key(self.seed, "optimizer", step), devices=self._devices)
+        seed_generators(key(self.seed, "optimizer", step), devices=self._devices)
         self.optimizer.step()
         if self.average is not None and is_last:
             self.average.update(step)
