@@ -117,7 +117,7 @@ FOUND = {
     "samples drawn once for all": (points("PointsDrawnOnce"), "dataset: a sample depends on the samples before ..."),
     "samples that count": (points("PointsThatCount"), "dataset: samples.num_fetched changes when samples are fetched ..."),
     "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "parallel: ... its state of first.weight differs between the processes: ... norms ..."),
-    "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1?)"),
+    "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1)"),
     "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.test_torchmetrics.Best"], "metric.f1: restored from a checkpoint, an evaluation gives a different f1 ... reset() ..."),
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),

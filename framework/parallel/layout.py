@@ -27,6 +27,7 @@ from framework.parallel.pipelining.sent import SendDtype
 from framework.parallel.shard import Trail
 from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
+from framework.runtime.torch_internals import join_meshes
 
 DATA_AXES = ("replicate", "shard", "expert")  # ranks along them have other samples
 
@@ -155,9 +156,7 @@ class Layout:
         assert flat is not None
         if "replicate" not in self.axes:
             return flat
-        root = self.mesh if flat.mesh_dim_names == ("shard",) else self.mesh._get_root_mesh()
-        names = ("replicate", *(flat.mesh_dim_names or ()))
-        return root[names]
+        return join_meshes(self.mesh["replicate"], flat)
 
     def _sharded(self) -> Engine:
         model, forward, blocks = self.model, self.forward, blocks_of(self.model)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import model_tensors, state_tensors
+from framework.checkpoint.format import dtype_name
 from framework.checkpoint.plain_state import require_same_parts
 from framework.data.source import Source
 from framework.modules.tensors import first_tensor, whole
@@ -121,7 +122,10 @@ def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> No
     _look_at_evaluation(player, seen)
     seen.rows = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in player.rows]
     seen.fault = player.diverged if build.world.world_size == 1 else ""
-    if build.world.world_size > 1 and player.parts.can_save(is_ending=False):
+    can_save = player.parts.can_save(is_ending=False) and all(
+        dtype_name(t.dtype) for t in state_tensors(player.trainer.held).values()
+    )
+    if build.world.world_size > 1 and can_save:  # float64 makes complex weights complex128, which no checkpoint holds
         _require_storable(player)
         again = Player(build.altered(), sources={"train": source, "val": source}, folder=folder)
         again.engine.warm_up()
