@@ -27,7 +27,6 @@ from framework.parallel.pipelining.sent import SendDtype
 from framework.parallel.shard import Trail
 from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
-from framework.runtime.torch_internals import join_meshes
 
 DATA_AXES = ("replicate", "shard", "expert")  # ranks along them have other samples
 
@@ -156,7 +155,8 @@ class Layout:
         assert flat is not None
         if "replicate" not in self.axes:
             return flat
-        return join_meshes(self.mesh["replicate"], flat)
+        joined: DeviceMesh = DeviceMesh._concatenate([self.mesh["replicate"], flat])
+        return joined
 
     def _sharded(self) -> Engine:
         model, forward, blocks = self.model, self.forward, blocks_of(self.model)

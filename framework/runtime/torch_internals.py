@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -128,12 +127,6 @@ def set_group_timeout(timeout: timedelta) -> None:
 
 
 NCCL_LATER = timedelta(minutes=1)  # NCCL's watchdog aborts the process; other ranks must report before which rank hangs
-
-
-def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the axes of two parts of one mesh. (torch deprecates a slice by the name of a flattened axis.)"""
-    joined: DeviceMesh = DeviceMesh._concatenate([outer, inner])
-    return joined
 
 
 def without_buffer_sync() -> dict[str, bool]:

@@ -54,9 +54,8 @@ class Trainer:
     parts: LoopParts
 
     def __post_init__(self) -> None:
-        self.progress = self.parts.loop.progress
+        self.progress, divergence = self.parts.loop.progress, self.plan.settings.divergence
         self.held = TrainingState(self.engine.module, self.update.optimizer, self.update.average, self.engine.task, self.parts)
-        divergence = self.plan.settings.divergence
         self.recovery = Recovery(divergence, world=self.world, held=self.held, saver=self.saver, recorder=self.recorder)
         self.parameters = [parameter for parameter in nn.Module.parameters(self.engine.module) if parameter.requires_grad]
         self.trained = names_of_trained(self.engine.module)
