@@ -47,7 +47,7 @@ def test_how_a_run_is_executed_is_not_in_its_id(override: str) -> None:
 
 @pytest.mark.parametrize("override", [
     "seed=1", "global_batch_size=32", "micro_batch_size=8", "drop_last=true", "trainer.max_steps=10", "trainer.max_epochs=1",
-    "trainer.eval_every=7", "trainer.clip_grad_norm=1", "trainer.clip_grad_value=1", "trainer.grad_noise.eta=1", "trainer.freeze=[head.*]", "trainer.ema_decay=0.9", "model=mlp", "model.dropout=0.1",
+    "trainer.eval_every=7", "trainer.clip_grad_norm=1", "trainer.clip_grad_value=1", "trainer.freeze=[head.*]", "trainer.ema_decay=0.9", "model=mlp", "model.dropout=0.1",
     "dataset=synthetic", "dataset.augment=true", "task.label_smoothing=0.1", "optimizer=sgd", "optimizer.lr=1",
     "scheduler=constant", "scheduler.warmup_steps=3", "precision=fp64", "parallel=local-sgd",
 ])  # fmt: skip

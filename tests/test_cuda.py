@@ -211,7 +211,6 @@ STEPS = [
     [*TOKENS, "model.dim=64", "dataset.seq_len=64", "trainer.activation_offload=true"],
     ["model=cnn", "dataset=digits", "parallel=model-parallel", "parallel.num_devices=2"],
     ["model=mlp", "dataset=digits", "parallel=zero"],
-    ["model=mlp", "dataset=digits", "trainer.grad_noise.eta=0.1"],
     ["model=resnet", "model.depth=18", "dataset=synthetic", "global_batch_size=2", "optimizer=sgd"],
 ]
 

@@ -23,7 +23,7 @@ OTHERS = {
     "name": "other", "seed": 1, "global_batch_size": 12, "micro_batch_size": 4, "drop_last": "true", "device": "cpu",
     "invariance": "bitwise", "trainer.max_steps": 7, "trainer.max_epochs": 2, "trainer.eval_every": 3, "trainer.log_every": 3,
     "trainer.limit_batches": 1, "trainer.overfit_batches": 1, "trainer.clip_grad_norm": 0.01, "trainer.clip_grad_value": 1e-4,
-    "trainer.grad_noise.eta": 0.1, "trainer.grad_noise.gamma": 0.7, "trainer.freeze": "[head*]", "trainer.channels_last": "true",
+    "trainer.freeze": "[head*]", "trainer.channels_last": "true",
     "trainer.activation_checkpointing": "true", "trainer.activation_offload": "true", "trainer.deterministic": "true",
     "trainer.ema_decay": 0.5, "trainer.early_stopping.patience": 1, "trainer.early_stopping.monitor": "val/accuracy",
     "trainer.early_stopping.mode": "min", "trainer.early_stopping.min_delta": 9.0, "trainer.divergence.limit": 3,
@@ -40,7 +40,6 @@ OTHERS = {
 WITH = {
     "trainer.early_stopping.min_delta": "trainer.early_stopping.patience=1",
     "trainer.early_stopping.patience": "trainer.early_stopping.min_delta=9.0",
-    "trainer.grad_noise.gamma": "trainer.grad_noise.eta=0.1",
     "launch.max_restarts": "parallel=ddp launch.nproc_per_node=2",
 }
 OPTIONS = {"parallel=ddp launch.nproc_per_node=2": "", "logger=tensorboard": "", "optimizer=sgd": "", "scheduler=constant": "",
@@ -53,7 +52,7 @@ OPTIONS = {"parallel=ddp launch.nproc_per_node=2": "", "logger=tensorboard": "",
 MAY_CHANGE = {"trainer.compile", "trainer.sync_batchnorm", "trainer.divergence.action", "checkpoint.monitor", "checkpoint.mode",
               "invariance", "part=gradient_norms"}  # fmt: skip
 ELSEWHERE = ("mode", "eval", "predict", "export", "backend", "rehearse", "run.root", "run.mirror", "run.resume", "run.id", "run.dir",
-             "run.checkpoint", "launch.kind", "launch.nnodes", "launch.nproc_per_node", "launch.ports", "launch.slurm", "extra", "logger",
+             "run.checkpoint", "launch.kind", "launch.nnodes", "launch.nproc_per_node", "launch.slurm", "extra", "logger",
              "metric", "part", "sampler", "parallel", *MAY_CHANGE)  # fmt: skip
 QUICK = ["seed", "micro_batch_size", "trainer.log_every", "trainer.early_stopping.monitor", "checkpoint.keep_best",
          "trainer.activation_checkpointing", "parallel=ddp launch.nproc_per_node=2"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Freezing, clipping by value and gradient noise: the right numbers, under every strategy, after a kill, bit by bit where promised."""
+"""Freezing and clipping by value: the right numbers, under every strategy, after a kill, bit by bit where promised."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
-from framework.optim.update import ClipValues, Noise
+from framework.optim.update import ClipValues
 from framework.training.loop import Trainer
 from tests.harness import Ended, Says, assert_close, assert_same_bits, command, exact_rows, finished, once
 from tests.test_bitwise import digest
@@ -28,12 +28,11 @@ from tests.test_resume import after_step, crash, preempt
 FROZEN = ["embedding.*", "layers.0.*", "layers.1.*", "layers.3.*norm*"]
 TIED = [*MODELS["gpt, tied"], "dataset.seq_len=12"]
 GPT = [*TIED, "model.tie_embeddings=false"]
-NOISE, CLIP = "trainer.grad_noise.eta=0.001", "trainer.clip_grad_value=0.01"
+CLIP = "trainer.clip_grad_value=0.01"
 LINES = {
     "half frozen": [*RUN, *GPT, f"trainer.freeze=[{','.join(FROZEN)}]"],
-    "noise": [*RUN, *TIED, NOISE],
     "clipped": [*RUN, *TIED, CLIP],
-    "all": [*RUN, *GPT, f"trainer.freeze=[{','.join(FROZEN)}]", NOISE, CLIP, "trainer.ema_decay=0.8"],
+    "all": [*RUN, *GPT, f"trainer.freeze=[{','.join(FROZEN)}]", CLIP, "trainer.ema_decay=0.8"],
 }
 ALL = "all"
 STRATEGIES = [
@@ -120,7 +119,7 @@ def test_it_continues_under_other_strategies(tmp_path: Path) -> None:
 
 
 BITWISE = ["invariance=bitwise", *RUN, *SMALL, "precision=fp32", "model=cnn", "model.channels=[4,8,8]", "model.norm=batch",
-           "trainer.freeze=[layers.0.*]", NOISE, CLIP]  # fmt: skip
+           "trainer.freeze=[layers.0.*]", CLIP]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -170,36 +169,6 @@ def test_a_clipped_step_is_no_longer_than_its_rate(parallel: list[str], expected
     assert farthest == pytest.approx(expected, abs=1e-12)
 
 
-def noise_of(module: nn.Module, *, step: int, gamma: float = 0.55, seed: int = 0) -> dict[str, torch.Tensor]:
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    Noise(trainable(module, hidden=[]), seed=seed, eta=0.25, gamma=gamma)(step)
-    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-
-
-def test_noise_is_gaussian_of_the_variance_that_the_formula_says() -> None:
-    module = nn.Linear(300, 300)
-    for step in (0, 1, 99):
-        noise = noise_of(module, step=step)["weight"]
-        std = math.sqrt(0.25 / (1 + step) ** 0.55)
-        assert noise.std().item() == pytest.approx(std, rel=0.01) and abs(noise.mean().item()) < 0.01 * std
-        assert (noise.abs() < std).double().mean().item() == pytest.approx(0.6827, abs=0.005)
-    assert noise_of(module, step=99, gamma=0.0)["weight"].std().item() == pytest.approx(0.5, rel=0.01)
-
-
-def test_noise_is_a_function_of_seed_step_and_name() -> None:
-    one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
-    noise = noise_of(one, step=3)
-    assert all(torch.equal(noise[name], value) for name, value in noise_of(other, step=3).items())
-    drawn = [
-        noise["0.weight"],
-        noise["1.weight"],
-        noise_of(other, step=4)["0.weight"],
-        noise_of(one, step=3, seed=1)["0.weight"],
-    ]
-    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
-
-
 # --- parameter groups
 
 
@@ -244,8 +213,6 @@ def test_a_frozen_first_layer_leaves_the_hidden_matrices_as_they_are() -> None:
         (["trainer.freeze=['*']"], "trainer.freeze: ... frozen ... nothing"),
         (["trainer.freeze=stem.*"], "trainer.freeze: 'stem.*'"),
         (["trainer.profile=everyone"], "trainer.profile: 'everyone' ... true ... false"),
-        (["parallel=parameter-server", "parallel.mode=async", "launch.nproc_per_node=2", NOISE],
-         "trainer.grad_noise.eta: 0.001 ... parallel.mode=async ... parallel.mode=sync"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_start(line: list[str], problem: str, tmp_path: Path) -> None:

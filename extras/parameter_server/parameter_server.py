@@ -49,7 +49,6 @@ def problems(model: nn.Module, *, demands: Demands, replicate: int, mode: str, *
     at_odds = {
         **dict([demands.averages] if demands.averages is not None else []),
         "part": ", ".join(demands.parts) or None,
-        "trainer.grad_noise.eta": demands.grad_noise,
         "trainer.sync_batchnorm": "true" if demands.sync_batchnorm else None,
         "trainer.divergence.action": demands.recovers,
         "precision": "fp16 (its loss scale needs the global norm of every step)" if demands.scales_loss else None,

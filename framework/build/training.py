@@ -266,10 +266,6 @@ class Builder:
         settings, changes = config.trainer, list[updates.ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
             changes.append(updates.ClipValues(trained, max_value=settings.clip_grad_value))
-        if settings.grad_noise.eta is not None:
-            changes.append(
-                updates.Noise(trained, seed=config.seed, eta=settings.grad_noise.eta, gamma=settings.grad_noise.gamma)
-            )
         found = schedules(
             config.scheduler, optimizer, of=config.optimizer, total_steps=total_steps, epochs_before=epochs_before
         )

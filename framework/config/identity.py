@@ -68,13 +68,11 @@ def _of_strategy(node: Mapping[str, Any]) -> Iterable[str]:
 
 def _of_trainer(node: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys that nothing reads with these settings."""
-    stopping, divergence, noise = (node.get(name) or {} for name in ("early_stopping", "divergence", "grad_noise"))
+    stopping, divergence = (node.get(name) or {} for name in ("early_stopping", "divergence"))
     if stopping.get("patience") is None:
         yield "early_stopping"
     if stopping.get("patience") is None or not str(stopping.get("monitor")).startswith("train/"):
         yield "log_every"  # nothing that decides reads the rows
-    if noise.get("eta") is None:
-        yield "grad_noise"
     if divergence.get("action") != "rollback":
         yield "divergence.back"
     if divergence.get("action") == "raise":

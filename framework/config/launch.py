@@ -83,7 +83,6 @@ class LaunchSection(Section):
     max_restarts: Count = setting(
         3, "restarts of the worker group after a failure; a lost node, or a requeue of the job, does not count"
     )
-    ports: str | None = setting(None, "LOW-HIGH: the ports that a firewall between nodes allows (docs/clusters.md)")
     timeout_s: AboveZero = setting(
         600.0, "of one collective operation, then a message names the rank that hangs; also for enough nodes to join"
     )
@@ -103,15 +102,6 @@ class LaunchSection(Section):
         if not self.node_counts:
             expected = "a number of nodes, or MIN:MAX for a run that nodes may leave and join"
             yield Problem("nnodes", f"{shown(self.nnodes)} is not valid", expected)
-        if self.ports is not None and not self.port_range:
-            yield Problem("ports", f"{shown(self.ports)} is not valid", "LOW-HIGH, of ports from 1024 to 65535")
-
-    @property
-    def port_range(self) -> range:
-        """The ports of `ports`. Empty if there are none, or if `ports` is invalid."""
-        match = re.fullmatch(r"(\d{4,5})-(\d{4,5})", self.ports or "")
-        low, high = (int(match[1]), int(match[2])) if match is not None else (0, -1)
-        return range(low, high + 1) if 1024 <= low <= high <= 65535 else range(0)
 
     @property
     def node_counts(self) -> range:

@@ -33,11 +33,6 @@ class Divergence(Section):
     back: Positive = setting(1, "rollback: to the newest checkpoint (1), the checkpoint before it (2), ...")
 
 
-class GradNoise(Section):
-    eta: AboveZero | None = setting(None, "variance at the first step; null = off")
-    gamma: Annotated[float, Field(ge=0, le=1)] = setting(0.55, "how fast the variance falls; 0 = not at all")
-
-
 class TrainerSection(Section):
     max_steps: Positive | None = setting(None, "optimizer steps; the shorter of this and max_epochs ends the run")
     max_epochs: Positive | None = setting(40, "passes over the training set")
@@ -50,9 +45,6 @@ class TrainerSection(Section):
     clip_grad_norm: AboveZero | None = setting(None, "largest global L2 norm of the gradient; null = off")
     clip_grad_value: AboveZero | None = setting(
         None, "largest absolute value of an element of the gradient, after clip_grad_norm; null = off"
-    )
-    grad_noise: GradNoise = setting(
-        GradNoise(), "Gaussian noise, added to the clipped gradient; its variance at step t (from 0) is eta / (1 + t)^gamma"
     )
     freeze: list[str] = setting(
         [], "parameters that are not trained, by patterns of their names, for example [embedding.*, layers.0.*]"

@@ -91,7 +91,7 @@ def launcher_store(environment: Environment, *, timeout: timedelta, part: str) -
     return dist.PrefixStore(part, store)
 
 
-def serve_store(host: str, *, ports: Iterable[int]) -> tuple[dist.Store, int]:
+def serve_store(host: str, *, ports: Iterable[int] = (0,)) -> tuple[dist.Store, int]:
     """Serve a store on the first free port of `ports` (0: any port). Return the store and the port.
 
     `host` is an address of this host; empty: all addresses. The server lives as long as the returned object. Raise OSError if

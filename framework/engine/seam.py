@@ -79,7 +79,6 @@ class Demands:
     checkpoint_every: int | None
     sync_batchnorm: bool
     averages: tuple[str, object] | None  # the key of the option that averages the weights, and its value
-    grad_noise: float | None
     scales_loss: bool
     recovers: str | None  # skip or rollback, after a step that is not finite
     bitwise: bool

@@ -1,1 +1,1 @@
-"""From gradients to the next parameters: optimizers, schedules, clipping, noise, loss scale, moving average, precision."""
+"""From gradients to the next parameters: optimizers, schedules, clipping, loss scale, moving average, precision."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.modules.tensors import by_mesh, gradient_of, local, part_of
+from framework.modules.tensors import by_mesh, gradient_of, local
 from framework.optim.optimizers import Trainable
 from framework.optim.precision import LossScale
 from framework.optim.schedules import Schedule
@@ -36,31 +36,6 @@ class ClipValues:
                 mine = local(gradient)
                 # an infinite element means divergence, and a clamp would hide it
                 mine.masked_fill_(mine.isinf(), torch.nan).clamp_(-self.max_value, self.max_value)
-
-
-@dataclass(eq=False)
-class Noise:
-    """A change that adds Gaussian noise of variance eta / (1 + step)^gamma to the gradient.
-
-    The noise of a whole parameter is drawn by the run's seed, the step and the parameter's name, and then cut like the
-    gradient. So it does not depend on which rank has which part.
-    Source: Neelakantan et al. 2015, "Adding gradient noise improves learning for very deep networks".
-    """
-
-    trained: list[Trainable]
-    _: KW_ONLY
-    seed: int
-    eta: float
-    gamma: float
-
-    @torch.no_grad()
-    def __call__(self, step: int) -> None:
-        std = (self.eta / (1 + step) ** self.gamma) ** 0.5
-        for item in self.trained:
-            if (gradient := gradient_of(item.parameter)) is not None:
-                generator = torch.Generator(gradient.device).manual_seed(key(self.seed, "gradient noise", step, item.name))
-                noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
-                local(gradient).add_(local(part_of(noise, like=gradient)), alpha=std)
 
 
 def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:

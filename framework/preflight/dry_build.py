@@ -84,7 +84,7 @@ def dry_build(config: RunConfig) -> list[Problem]:
     demands = dataclasses.replace(demands, own_step=has_step, observes=observer)
     if MODES[config.mode].about == "existing run":  # such a mode takes no step
         demands = dataclasses.replace(demands, eval_every=None, checkpoint_every=None, keep_best=0, averages=None, parts=())
-        demands = dataclasses.replace(demands, grad_noise=None, scales_loss=False, recovers=None, turns=False)
+        demands = dataclasses.replace(demands, scales_loss=False, recovers=None, turns=False)
     if problems := optimizer_problems(model, config.optimizer, config.scheduler):
         return problems
     built = components.optimizer_builder(config.optimizer)(trainable(model, hidden=hidden_matrices(model)))
@@ -205,7 +205,6 @@ def _demands(trainer: TrainerSection, checkpoint: CheckpointSection, *, precisio
         keep_best=checkpoint.keep_best,
         sync_batchnorm=trainer.sync_batchnorm,
         averages=None,
-        grad_noise=trainer.grad_noise.eta,
         scales_loss=precision == "fp16",
         recovers=None if action == "raise" else action,
         bitwise=invariance == "bitwise",

@@ -131,18 +131,6 @@ def sockets_have_short_paths(launch: LaunchSection, dataset: Node) -> Iterator[P
 _LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 
 
-def ports_are_the_kernels(launch: LaunchSection) -> Iterator[Problem]:
-    """Refuse a port range if gloo and NCCL would use ports outside of it: they take any port from this host's kernel."""
-    ports, kernels = launch.port_range, Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if not ports or launch.kind != "local" or not kernels.exists():
-        return
-    low, high = map(int, kernels.read_text().split())
-    if low not in ports or high not in ports:
-        what = f"{launch.ports}, but the kernel gives gloo and NCCL ports from {low} to {high}"
-        setting = f"net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}'"
-        yield Problem("launch.ports", what, f"sysctl -w {setting}; docker run --sysctl {setting}")
-
-
 def stores_can_be_reached(run: RunSection) -> Iterator[Problem]:
     if run.mirror is not None:
         yield from url_problems("run.mirror", run.mirror)
@@ -161,6 +149,5 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     weights_come_from_one_place,
     processes_can_share,
     sockets_have_short_paths,
-    ports_are_the_kernels,
     stores_can_be_reached,
 )

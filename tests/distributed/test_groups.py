@@ -97,7 +97,7 @@ def test_nccl_is_given_the_device_of_a_process_that_has_one(monkeypatch: pytest.
 
 
 def test_between_nodes_the_ranks_meet_in_the_launchers_store_and_not_in_files(tmp_path: Path) -> None:
-    served, port = serve_store("127.0.0.1", ports=[0])
+    served, port = serve_store("127.0.0.1")
     place = Environment(world_size=2, uses_agent_store=True, master_addr="127.0.0.1", master_port=port, attempt=1)
     one, other = (attempt_store(place, scratch=tmp_path, timeout=timedelta(seconds=5)) for _ in range(2))
     one.set("key", "value")

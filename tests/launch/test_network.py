@@ -143,7 +143,7 @@ def test_the_interface_that_reaches_the_others_is_found(what: str, cluster: Call
 
 @pytest.mark.slow
 def test_behind_a_firewall_the_nodes_meet_on_the_ports_that_are_open(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
-    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0", "launch.ports=40000-40199")
+    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.max_restarts=0")
     with hosts(2, tmp_path) as on:
         for host in on:
             host.allow_only(40000, 40199)

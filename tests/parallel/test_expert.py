@@ -199,7 +199,7 @@ VARIANTS = {
         ["trainer.freeze=[embedding.*,norm.*,layers.*.attention*,layers.*.router.*,layers.*_norm.*]"],
     ),
     "one expert a token": ("2", ["model.top_k=1"]),
-    "gradient noise": ("2x2", ["trainer.grad_noise.eta=0.001", "trainer.clip_grad_value=0.01"]),
+    "values clipped": ("2x2", ["trainer.clip_grad_value=0.01"]),
     "Muon": ("3", ["optimizer=muon"]),
 }
 

@@ -48,7 +48,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None, is_first: 
     variables().setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     variables()["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # the workers share the nodes' store; each round has its own keys
     sizes, network = fitting_nodes(launch, config.parallel), Network.find()
-    meeting = Meeting(meeting_folder(directory.path), network=network, ports=launch.port_range or (0,),
+    meeting = Meeting(meeting_folder(directory.path), network=network,
                       attempt=attempt, is_first=is_first)  # fmt: skip
     try:
         try:

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,9 @@ class Meeting:
     nodes of another `attempt` of the job do not belong to it.
     """
 
-    def __init__(
-        self, folder: Path, *, network: Network, ports: Iterable[int], attempt: list[int] | None, is_first: bool | None
-    ) -> None:
+    def __init__(self, folder: Path, *, network: Network, attempt: list[int] | None, is_first: bool | None) -> None:
         self.folder, self.network = folder, network
-        self._ports, self._attempt, self._is_first = ports, attempt, is_first
+        self._attempt, self._is_first = attempt, is_first
         self._lock = Lock(folder, party=None if attempt is None else f"job {attempt[0]}")
         self._file = folder / "store.json"
         self.serves = False
@@ -91,7 +89,7 @@ class Meeting:
             if path != self._lock.path:
                 path.unlink()
         self.host = self.network.given_address or "127.0.0.1"
-        self.store, self.port = serve_store(self.network.given_address or "", ports=self._ports)
+        self.store, self.port = serve_store(self.network.given_address or "")
         self._secret = secrets.token_hex(16)
         self.store.set(_mark(self._secret), "")
         place = {"token": self._lock.token, "attempt": self._attempt, "node": node_name(), "port": self.port}
