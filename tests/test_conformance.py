@@ -114,9 +114,6 @@ REFUSED |= {("pipeline", ranks, model): NO_CHAIN.format(kind) for ranks in (2, 3
 REFUSED |= {(strategy, *key[1:]): line for key, line in REFUSED.items() if key[0] == "pipeline"
             for strategy in ("ddp+pp", "pp+fsdp+tp")}  # fmt: skip
 REFUSED |= {
-    ("pp+fsdp+tp", ranks, RESNET18): "parallel: TorchvisionClassifier ... only these can be sharded ..." for ranks in (2, 3, 4)
-}
-REFUSED |= {
     ("fsdp+tp", 3, model): REFUSED["tensor", 3, model] for model in ("vit", "gpt, tied", "experts", "cnn with BatchNorm")
 }
 

@@ -55,6 +55,8 @@ def node(**values: Any) -> dict[str, Any]:
     ({"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 1}}},
      {"dataset": {"_target_": "framework.data.map_style.MapStyle", "train": OWN | {"source": "north", "num_workers": 2}}}),
     ({"extra": {"x": 1}}, {"extra": {"x": 1.0}}),
+    (node(_convert_="none"), node()),
+    (node(_convert_="none", act=OWN | {"_convert_": "all"}), node(_convert_="none", act=OWN)),
 ])  # fmt: skip
 def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert identity(one) != identity(other)
@@ -72,6 +74,7 @@ def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, A
     ({"parallel": {"_target_": EXACT, "prefetch": 1}}, {"parallel": {"_target_": EXACT, "prefetch": None}}),
     ({"parallel": {"_target_": EXACT, "param_dtype": None}}, {}),
     ({"metric": {}}, {}),
+    (node(_convert_="all", act=OWN | {"_convert_": "partial"}), node(act=OWN)),
     (node(init_from=None, parts=None), node()),
 ])  # fmt: skip
 def test_two_configurations_are_one_run(one: dict[str, Any], other: dict[str, Any]) -> None:

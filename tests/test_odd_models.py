@@ -31,7 +31,7 @@ def one(model: str) -> Ended:
 
 
 def refusal(strategy: str, model: str) -> str | None:
-    if strategy in ("pipeline", "ddp+pp") and model in ("OneBlock", "OwnParameters", "Unused", "Scalar"):
+    if strategy in ("pipeline", "ddp+pp", "pp+fsdp+tp") and model in ("OneBlock", "OwnParameters", "Unused", "Scalar"):
         return f"parallel: pipeline: 2 stages, but {model} has 1 block; take fewer"  # which its forward enters three times
     if strategy in (*CONTEXTS, *FOR_EXPERTS) or model != "Chained":
         asked = TAKES_NONE.get(strategy)

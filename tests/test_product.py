@@ -113,6 +113,7 @@ def check(
 
 REFUSED = {("text_samples", name): "no process has the outputs of the whole model" for name in STRATEGIES
            if name == "pipeline" or "context" in name or "pp" in name}  # fmt: skip
+REFUSED |= {("predictions", name): "needs the outputs of whole samples" for name in STRATEGIES if "context" in name}
 
 
 # each part, under as many strategies; the five that remain cut as some of these do

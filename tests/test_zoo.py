@@ -27,20 +27,14 @@ STRATEGIES = [
 LEAN = {"hf mamba": 1e-6}  # it computes partly in float32
 
 # Which strategies refuse which models, and the words that say why. All else computes what one process does.
-NO_CHAIN, NO_ROW, UNSHARDED = (
-    "does not have chain()",
-    "and its forward cannot be cut at its blocks",
-    "only these can be sharded",
-)
-PIPELINES = ("pipeline", "ddp+pp")
+NO_ROW = "and its forward cannot be cut at its blocks"
+PIPELINES = ("pipeline", "ddp+pp", "pp+fsdp+tp")
 ALONE = ("dp", "model-parallel")  # one process
-ALL = [strategy for strategy, *_ in STRATEGIES if strategy not in (*ALONE, *CONTEXTS, *PIPELINES, "pp+fsdp+tp")]
-LISTED = ("functional dropout", "spectral norm", "weight norm")  # an nn.Sequential, or a chain()
+ALL = [strategy for strategy, *_ in STRATEGIES if strategy not in (*ALONE, *CONTEXTS, *PIPELINES)]
 NOT_IN_A_ROW = ["torchvision densenet", "codebook", "queue", "frozen part", "moe", "one moe", "hf mixtral",
                 "x-transformers", "lstm", "nn.MultiheadAttention"]  # fmt: skip
 REFUSED = {
     **{(model, strategy): "does not have mixers()" for model in (*IMAGES, *TOKENS) for strategy in CONTEXTS},
-    **{(model, "pp+fsdp+tp"): UNSHARDED for model in (*IMAGES, *TOKENS) if model not in LISTED},
     **{(model, strategy): NO_ROW for model in NOT_IN_A_ROW for strategy in PIPELINES},
     **{("gradient penalty", strategy): "a step on 2 processes fails with this model" for strategy in PIPELINES},
     **{("unet", strategy): "first in the output of ups.1.0; loss of step 1 is nan" for strategy in PIPELINES},

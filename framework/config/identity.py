@@ -100,14 +100,20 @@ def _as_read(name: str, value: Any) -> Any:
         return value
 
 
-def _with_numbers(value: Any) -> Any:
-    """Return plain data with 1 for 1.0, where this is an argument that the source of a node's target annotates as `float`."""
+def _with_numbers(value: Any, *, as_configs: bool = False) -> Any:
+    """Return plain data with 1 for 1.0, where this is an argument that the source of a node's target annotates as `float`.
+
+    `_convert_` is left out where it changes nothing: only `none` differs from the default, and only inside it do the others.
+    """
     if isinstance(value, list):
-        return [_with_numbers(item) for item in value]
+        return [_with_numbers(item, as_configs=as_configs) for item in value]
     if not isinstance(value, dict):
         return value
-    numbers = number_arguments(str(value["_target_"])) if "_target_" in value else ()
-    return {key: _whole(item) if key in numbers else _with_numbers(item) for key, item in value.items()}
+    numbers, was = (number_arguments(str(value["_target_"])) if "_target_" in value else ()), as_configs
+    if "_target_" in value and "_convert_" in value:
+        as_configs = value["_convert_"] == "none"
+        value = {key: item for key, item in value.items() if key != "_convert_" or as_configs != was}
+    return {key: _whole(item) if key in numbers else _with_numbers(item, as_configs=as_configs) for key, item in value.items()}
 
 
 def _whole(value: Any) -> Any:

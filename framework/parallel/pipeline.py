@@ -24,9 +24,9 @@ def problems(model: nn.Module, *, demands: Demands, pipeline: int, schedule: str
         return [f"pipeline: runs a model once for each micro-batch, but the task has its own step; {most_models}"]
     num_stages = pipeline * KINDS[schedule].stages_per_rank
     links = chain_of(model)
-    if links is None and ("shard" in others or "tensor" in others):
-        return [f"{type(model).__name__} does not have chain(), which lists the modules that, one after the other, are its "
-                f"forward: only these can be sharded; {most_models}, ddp+pp some"]  # fmt: skip
+    if links is None and others.get("shard", 1) != 1 and KINDS[schedule].stages_per_rank > 1:
+        return [f"parallel.schedule: {schedule}, which puts two stages on a process, but {type(model).__name__} does not have "
+                "chain(): two stages of its own forward cannot be sharded apart (gpipe or 1f1b)"]  # fmt: skip
     if links is None:
         return _own_forward_problems(model, num_stages=num_stages, most_models=most_models)
     if stray := stray_parameters(model, links):

@@ -81,6 +81,6 @@ def test_kills_at_any_request_change_no_bit(store: str, tmp_path: Path) -> None:
     here = sorted(path.name for path in (again.directory / "checkpoints").iterdir())
     there = [directory_name(step) for step in reversed(steps(store))]
     assert there == here, (here, there, ended.output, again.output)
-    assert "step_00000112" in here, (here, there, ended.output, again.output)
+    assert max(path.name for path in (whole.directory / "checkpoints").iterdir()) in here
     shutil.rmtree(tmp_path / "runs")
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)

@@ -151,20 +151,24 @@ class OwnForward:
                     delattr(module, name)
                     has_numbers = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
                     module.__dict__[name] = tensor.to(device) if has_numbers else _no_number(tensor, device=device)
-        stages = {}
+        inside, stages = {module for block in self.blocks for module in block.modules()}, {}
         for number, span in ((number, spans[number]) for number in own):
             stages[number] = Stage([self.blocks[link] for link in span])
-            ends = {0, self.num_links - 1} & set(span)
-            stages[number].rest = nn.ParameterList(p for p in nn.Module.parameters(self.model) if self._links[id(p)] & ends)
+            stages[number].rest = nn.ModuleList(
+                module
+                for module in self.model.modules()
+                if module not in inside
+                and any(self._links[id(p)] & {*span} for p in nn.Module.parameters(module, recurse=False))
+            )
         for number, block in enumerate(self.blocks):
             block.forward = self._dispatch(number, block.forward)  # type: ignore[method-assign]
+        self._links_of = {name: self._links[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         return stages
 
     def fill(self, stages: Sequence[Stage], *, device: torch.device) -> None:
         """Move the rest of the model to the device, and fill it with its numbers."""
-        links = {name: self._links[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         fill(self.model, device=device, stages=stages)
-        self._links = defaultdict(set, {id(tensor): links[name] for name, tensor in named_tensors(self.model).items()})
+        self._links = defaultdict(set, {id(tensor): self._links_of[name] for name, tensor in named_tensors(self.model).items()})
 
     def links_of_parameters(self) -> dict[int, set[int]]:
         """Return the numbers of the links that use each parameter, by the parameter's id."""
