@@ -22,7 +22,7 @@ from framework.parallel.pipelining.sent import Sent
 from framework.runtime.exits import Unfit
 from models.gpt import GPT
 from tests.harness import assert_close, assert_same_bits, command, finished, once
-from tests.test_conformance import MODELS, RUN
+from tests.test_conformance import MODELS, RUN, TOKENS
 from tests.test_resume import after_step, crash, preempt
 
 TWO = ["launch.nproc_per_node=2"]
@@ -45,6 +45,44 @@ class OwnWay(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Residual(nn.Module):
+    """A language model without chain(): residuals around its blocks, positions of its own, and a head that is its embedding."""
+
+    def __init__(self, *, vocab_size: int, seq_len: int, dim: int = 8) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab_size, dim), nn.Parameter(0.1 * torch.randn(seq_len, dim))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Tanh()) for _ in range(5))
+        self.between = nn.Linear(dim, dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions
+        for number, block in enumerate(self.blocks):
+            x = self.between(x) if number == 2 else x
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("mesh", [["shard=2", "tensor=1"], ["shard=1", "tensor=2"]])
+def test_stages_of_a_model_s_own_forward_are_sharded_and_cut(mesh: list[str], tmp_path: Path) -> None:
+    line = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual", "checkpoint.every=2"]
+    cut = ["parallel=pp+fsdp+tp", "launch.nproc_per_node=4", *(f"parallel.{degree}" for degree in mesh)]
+    stopped = command(*line, *cut, "rehearse=true", root=tmp_path / "runs", before=after_step(5, preempt))
+    assert stopped.code == 75, stopped.output
+    other = finished(*line, "parallel=fsdp", *TWO, f"run.resume={stopped.directory}", root=tmp_path / "fsdp")
+    assert_close(other, once(*line))
+    assert_close(finished(*line, *cut, root=tmp_path / "runs"), once(*line))
+
+
+def test_two_stages_of_an_own_forward_on_a_process_are_not_sharded(tmp_path: Path) -> None:
+    line = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual", "parallel=pp+fsdp+tp", "parallel.tensor=1",
+            "parallel.schedule=interleaved", "launch.nproc_per_node=4"]  # fmt: skip
+    refused = command(*line, root=tmp_path / "runs")
+    assert refused.code == 78 and "parallel.schedule: interleaved, which puts two stages on a process" in refused.output
 
 
 def sent_types(model: nn.Module, *, autocast: torch.dtype | None, dtype: Any = None) -> list[torch.dtype]:
@@ -72,6 +110,7 @@ def test_a_step_may_leave_out_blocks_but_not_all_after_a_cut(left_out: set[int])
     give_example(model, tokens)
     chain = chain_for(model)
     stages = chain.keep_own(spans, own=[0, 1], device=cpu)
+    chain.fill([*stages.values()], device=cpu)
     with pytest.raises(Unfit, match="no block after the place") if left_out == {1, 2} else nullcontext():
         sent = chain.run(stages[0], spans[0], (), tokens)
         assert torch.equal(chain.run(stages[1], spans[1], (sent,), tokens), expected)

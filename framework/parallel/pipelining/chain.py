@@ -1,6 +1,7 @@
 """A model as a chain of modules, cut into stages of about equal cost, and the processes that have these stages."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework.modules.tensors import Tree, call, map_tensors
-from framework.modules.trace import copied_with, on_meta
+from framework.modules.trace import Trace, copied_with, on_meta
 from framework.parallel.first_weights import fill
 
 
@@ -175,3 +176,27 @@ def shared_weights(model: nn.Module, *, mesh: DeviceMesh) -> list[tuple[nn.Param
             if dist.get_rank() in ranks:
                 groups[places] = made
     return [(parameter, groups[holders[name]]) for name, parameter in mine.items() if holders[name] in groups]
+
+
+def links_of_tensors(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace) -> defaultdict[int, set[int]]:
+    """Return the numbers of the links that use each parameter and buffer, by its id."""
+    links: defaultdict[int, set[int]] = defaultdict(set)
+    for number, block in enumerate(blocks):
+        for tensor in (*nn.Module.parameters(block), *block.buffers()):
+            links[id(tensor)].add(number)
+    numbers = {block: number for number, block in enumerate(blocks)}
+    entered: dict[nn.Module, int] = {}  # the link in which a module is first entered
+    num_left, inside = 0, False
+    for event in trace.events:
+        if event.kind != "use" and event.what in numbers:
+            inside = event.kind == "enter"
+            num_left += event.kind == "leave"
+        elif event.kind == "enter":
+            entered.setdefault(event.what, min(num_left, len(blocks) - 1))
+        elif event.kind == "use" and not inside:  # what is read between two blocks may be used before or after the second
+            links[id(event.what)] |= {max(num_left - 1, 0), min(num_left, len(blocks) - 1)}
+    for module in model.modules():
+        for tensor in (*nn.Module.parameters(module, recurse=False), *module.buffers(recurse=False)):
+            if not links[id(tensor)]:  # not used in an evaluation
+                links[id(tensor)].add(entered.get(module, 0))
+    return links

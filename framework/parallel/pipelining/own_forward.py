@@ -10,6 +10,7 @@ tensor of the stage before, such as a connection over several blocks, has no res
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from framework.modules.parts import blocks_of, chain_of
 from framework.modules.tensors import Tree, call, map_tensors, tensors_in
 from framework.modules.trace import Trace, copied_with, follow, on_meta, traced
 from framework.parallel.first_weights import fill, named_tensors
-from framework.parallel.pipelining.chain import Listed, Stage, costs_of, cut
+from framework.parallel.pipelining.chain import Listed, Stage, costs_of, cut, links_of_tensors
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import copy_all
 
@@ -92,7 +93,7 @@ class OwnForward:
                 "it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape"
             )
         self._calls = _calls(self.blocks, trace)
-        self._links = _links_of_tensors(model, self.blocks, trace)
+        self._links = links_of_tensors(model, self.blocks, trace)
         self._copy, copies = on_meta(model)
         self._copied_blocks = [copies[id(block)] for block in self.blocks]
         self._traced: dict[str, tuple[list[_Call], Any]] = {}  # the calls and the model's outputs, for each shape of a batch
@@ -161,13 +162,15 @@ class OwnForward:
                 and any(self._links[id(p)] & {*span} for p in nn.Module.parameters(module, recurse=False))
             )
         for number, block in enumerate(self.blocks):
-            block.forward = self._dispatch(number, block.forward)  # type: ignore[method-assign]
+            block.forward = self._unless_skipped(number, block.forward)  # type: ignore[method-assign]
         self._links_of = {name: self._links[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         return stages
 
     def fill(self, stages: Sequence[Stage], *, device: torch.device) -> None:
-        """Move the rest of the model to the device, and fill it with its numbers."""
+        """Move the rest of the model to the device, and fill it with its numbers. Call this after the stages are sharded."""
         fill(self.model, device=device, stages=stages)
+        for number, block in enumerate(self.blocks):  # before FSDP's hook, which gives the block other tensors than the forward
+            block.register_forward_pre_hook(partial(self._enter, number), prepend=True, with_kwargs=True)
         self._links = defaultdict(set, {id(tensor): self._links_of[name] for name, tensor in named_tensors(self.model).items()})
 
     def links_of_parameters(self) -> dict[int, set[int]]:
@@ -196,21 +199,26 @@ class OwnForward:
             raise Unfit("model: a step calls no block after the place where the pipeline is cut (parallel=ddp or fsdp)")
         return result.args[0] if has_left else result
 
-    def _dispatch(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        called = self._calls[number]
+    def _enter(self, number: int, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Before a block: end the forward after the running stage's last block; give its first one what it has received."""
+        called, window = self._calls[number], self._window
+        assert window is not None
+        if number >= window.span.stop:
+            raise _Left(called.given(arguments, named))
+        if window.received is None or number < window.span.start or window.is_placed:
+            return None
+        window.is_placed = True  # a forward may leave blocks out
+        if called.is_passed_on or not _becomes(called.given(arguments, named), window.received):
+            return called.with_hidden(arguments, named, window.received)
+        return None
 
+    def _unless_skipped(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
-            assert self._window is not None
-            span, received, calls = self._window.span, self._window.received, self._window.calls
-            if number >= span.stop:
-                raise _Left(called.given(arguments, named))
-            if received is not None and number < span.start:
-                return calls[number].skipped(received, following=calls[number + 1], is_sent=number + 1 == span.start)
-            if received is not None and not self._window.is_placed:  # a forward may leave blocks out
-                self._window.is_placed = True
-                if called.is_passed_on or not _becomes(called.given(arguments, named), received):
-                    arguments, named = called.with_hidden(arguments, named, received)
-            return forward(*arguments, **named)
+            window = self._window
+            if window is None or window.received is None or number >= window.span.start:
+                return forward(*arguments, **named)
+            is_sent = number + 1 == window.span.start
+            return window.calls[number].skipped(window.received, following=window.calls[number + 1], is_sent=is_sent)
 
         return run
 
@@ -277,27 +285,3 @@ def _hidden_in(outputs: Any) -> Tensor:
     if not isinstance(hidden, Tensor):
         raise Uncut(f"a block returns a {type(outputs).__name__}")
     return hidden
-
-
-def _links_of_tensors(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace) -> defaultdict[int, set[int]]:
-    """Return the numbers of the links that use each parameter and buffer, by its id."""
-    links: defaultdict[int, set[int]] = defaultdict(set)
-    for number, block in enumerate(blocks):
-        for tensor in (*nn.Module.parameters(block), *block.buffers()):
-            links[id(tensor)].add(number)
-    numbers = {block: number for number, block in enumerate(blocks)}
-    entered: dict[nn.Module, int] = {}  # the link in which a module is first entered
-    num_left, inside = 0, False
-    for event in trace.events:
-        if event.kind != "use" and event.what in numbers:
-            inside = event.kind == "enter"
-            num_left += event.kind == "leave"
-        elif event.kind == "enter":
-            entered.setdefault(event.what, min(num_left, len(blocks) - 1))
-        elif event.kind == "use" and not inside:  # what is read between two blocks may be used before or after the second
-            links[id(event.what)] |= {max(num_left - 1, 0), min(num_left, len(blocks) - 1)}
-    for module in model.modules():
-        for tensor in (*nn.Module.parameters(module, recurse=False), *module.buffers(recurse=False)):
-            if not links[id(tensor)]:  # not used in an evaluation
-                links[id(tensor)].add(entered.get(module, 0))
-    return links
