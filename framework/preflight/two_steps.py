@@ -127,13 +127,14 @@ def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> No
     )
     if build.world.world_size > 1 and can_save:  # float64 makes complex weights complex128, which no checkpoint holds
         _require_storable(player)
-        again = Player(build.altered(), sources={"train": source, "val": source}, folder=folder)
+        saved, step = player.save(), next(following)
+        player.take(step)
+        seen.restored.append(gradients_of(player))
+        again = Player(build.altered(), sources={"train": source, "val": source}, folder=folder)  # the first is used no more
         again.engine.warm_up()
-        again.restore(player.save())
-        step = next(following)
-        for one in (player, again):
-            one.take(step)
-            seen.restored.append(gradients_of(one))
+        again.restore(saved)
+        again.take(step)
+        seen.restored.append(gradients_of(again))
 
 
 def _note_buffers(module: nn.Module, seen: Seen) -> None:
