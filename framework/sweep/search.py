@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import optuna
 from optuna.exceptions import OptunaError
 from optuna.pruners import NopPruner
-from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from framework.cli.run import checked_line
@@ -54,8 +53,8 @@ class Search:
     def __init__(self, multirun: Multirun, *, saving: CheckpointSection, place: Path) -> None:
         assert multirun.sweeper is not None
         self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, saving.monitor
-        self._num_trials, self._space = multirun.sweeper.n_trials, dict[str, Any](multirun.space)
-        self._direction = StudyDirection.MAXIMIZE if saving.direction == "max" else StudyDirection.MINIMIZE
+        self._num_trials = multirun.sweeper.n_trials
+        self._direction: Literal["minimize", "maximize"] = "maximize" if saving.direction == "max" else "minimize"
         self._codes: list[int] = []
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         name = self._sweeper.study_name or "search"
@@ -88,10 +87,8 @@ class Search:
         # with the Hyperband pruner, Optuna would show the sampler only a part of the trials
         memory = optuna.create_study(sampler=sampler, pruner=NopPruner(), direction=self._direction)
         memory.add_trials(self.trials())
-        memory.ask(self._space)
-        drawn = memory.trials[-1]
-        self.study.add_trial(create_trial(state=TrialState.RUNNING, params=drawn.params, distributions=drawn.distributions,
-                                          system_attrs=drawn.system_attrs))  # fmt: skip
+        memory.ask(dict(self._multirun.space))
+        self.study.add_trial(memory.trials[-1])
 
     def run(self, runner: Runner) -> None:
         """Draw batches of trials and run them, until all have a result, or a trial was interrupted."""

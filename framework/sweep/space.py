@@ -2,23 +2,19 @@
 
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from framework.config.folders import options
 
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-
 Values = dict[str, str]  # one job's values of the swept keys, in command-line form
-Space = Mapping[str, "list[str] | BaseDistribution"]
+Space = Mapping[str, Any]  # the list of a key's values, or for a search a distribution of Optuna
 
 
-def listed(values: "list[str] | BaseDistribution") -> list[str]:
+def listed(values: Any) -> list[str]:
     """Return the values of a key. For an interval, return its ends."""
     if isinstance(values, list):
         return values
-    ends: Any = values
-    return [str(ends.low), str(ends.high)] if hasattr(values, "low") else list(ends.choices)
+    return [str(values.low), str(values.high)] if hasattr(values, "low") else list(values.choices)
 
 
 def combinations(space: Space) -> list[Values]:
@@ -50,8 +46,8 @@ def swept_values(override: Any) -> list[str]:
     return values
 
 
-def distribution(override: Any) -> "BaseDistribution":
-    """Return the distribution from which a search draws a key's values. Raise ValueError if nothing can be drawn."""
+def distribution(override: Any) -> Any:
+    """Return Optuna's distribution from which a search draws a key's values. Raise ValueError if nothing can be drawn."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not (override.is_interval_sweep() or override.is_range_sweep()):
