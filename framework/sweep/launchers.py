@@ -35,7 +35,7 @@ class OwnLauncher(Launcher):
 
     n_jobs = 1  # the number of jobs at a time
     should_stop: Callable[[Job], bool]
-    ended: Callable[[Job], None]
+    ended: Callable[[], None]  # called after each end
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
         self.directory = Path(config.hydra.sweep.dir).parent  # of the sweep
@@ -121,14 +121,8 @@ class Runner:
         for job in jobs:
             job.prepare(group=self._group, is_rehearsed=subject(job.build) in self._rehearsed)
             PREPARED[tuple(job.line)] = job
-
-        def ended(job: Job) -> None:
-            self.record()
-            if len(jobs) > 1:
-                LOGGER.info("%s: %s", job.row().state, job)
-
         if isinstance(launcher, OwnLauncher):
-            launcher.should_stop, launcher.ended = should_stop, ended
+            launcher.should_stop, launcher.ended = should_stop, self.record
         else:
             LOGGER.info("running %s", "; ".join(map(str, jobs)))
         try:

@@ -17,7 +17,7 @@ from framework.config.spelling import did_you_mean, done_here
 from framework.config.targets import locate
 from framework.config.validation import component_problems, section_problems, unknown_key
 from framework.runtime.problem import Problem, missing_extra, shown
-from framework.sweep.space import EXAMPLE, Space, Values, distribution, listed, swept_values
+from framework.sweep.space import EXAMPLE, Space, Values, distribution, named_values, swept_values
 from framework.sweep.sweeper import Sweeper
 
 
@@ -66,7 +66,7 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
         except ValueError as error:
             problems.append(Problem(key, str(error), "as in " + EXAMPLE))
     for key, values in space.items():
-        for value in listed(values) if key in groups() else []:
+        for value in named_values(values) if key in groups() else []:
             if read_settings(hydras, [*fixed, f"{key}={value}"])[0].params != params:
                 problems.append(Problem(key, f"{value} defines its own sweep", "one such option, not swept"))
     return Multirun(fixed, space, launcher, sweeper), problems

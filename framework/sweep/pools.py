@@ -59,7 +59,9 @@ class Pool(OwnLauncher):
                 code = process.exitcode or 0
                 job.code = code if code >= 0 else 128 - code
                 shares.append(share)
-                self.ended(job)
+                self.ended()
+                if logs is not None:
+                    LOGGER.info("%s: %s", job.row().state, job)
         for job in waiting:
             job.code = Exit.PREEMPTED
 
@@ -159,4 +161,5 @@ class SlurmJobs(OwnLauncher):
             for job in [job for job in left if job.directory.path not in in_queue]:
                 left.remove(job)
                 job.code = _CODES.get(job.directory.state, Exit.FAILED)
-                self.ended(job)
+                self.ended()
+                LOGGER.info("%s: %s", job.row().state, job)

@@ -10,7 +10,7 @@ Values = dict[str, str]  # one job's values of the swept keys, in command-line f
 Space = Mapping[str, Any]  # the list of a key's values, or for a search a distribution of Optuna
 
 
-def listed(values: Any) -> list[str]:
+def named_values(values: Any) -> list[str]:
     """Return the values of a key. For an interval, return its ends."""
     if isinstance(values, list):
         return values
@@ -19,13 +19,13 @@ def listed(values: Any) -> list[str]:
 
 def combinations(space: Space) -> list[Values]:
     """Return every combination of the listed values, in Hydra's order."""
-    return [dict(zip(space, chosen)) for chosen in product(*map(listed, space.values()))]
+    return [dict(zip(space, chosen)) for chosen in product(*map(named_values, space.values()))]
 
 
 def samples(space: Space) -> list[Values]:
     """Return jobs that together have every value (the ends of an interval): the first values, then one change at a time."""
-    first = {key: listed(values)[0] for key, values in space.items()}
-    return [first, *(first | {key: value} for key, values in space.items() for value in listed(values)[1:])]
+    first = {key: named_values(values)[0] for key, values in space.items()}
+    return [first, *(first | {key: value} for key, values in space.items() for value in named_values(values)[1:])]
 
 
 # --- the values in a line
