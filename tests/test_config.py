@@ -19,6 +19,7 @@ from framework.config.identity import flat
 from framework.config.schema import COMPONENTS, OWN
 from framework.config.validation import component_problems, validate
 from framework.sweep.line import read
+from framework.sweep.space import combinations
 from tests.harness import Says, checked
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -177,7 +178,7 @@ def test_a_choice_that_is_not_possible_has_its_remedy(line: list[str], words: st
 def test_a_group_in_a_group_can_be_swept(swept: list[str], widths: list[int]) -> None:
     multirun, problems = read(["model=big", *swept])
     assert problems == []
-    lines = [multirun.line(values) for values in multirun.space.combinations()]
+    lines = [multirun.line(values) for values in combinations(multirun.space)]
     assert [composed_model(*line)["encoder"]["width"] for line in lines] == widths
 
 
@@ -185,7 +186,7 @@ def test_a_group_in_a_group_can_be_swept(swept: list[str], widths: list[int]) ->
 def test_options_named_like_numbers_can_be_swept() -> None:
     multirun, problems = read(["model=50,'1e3'"])
     assert problems == []
-    lines = [multirun.line(values) for values in multirun.space.combinations()]
+    lines = [multirun.line(values) for values in combinations(multirun.space)]
     assert [composed_model(*line)["width"] for line in lines] == ["50", "1e3"]
 
 

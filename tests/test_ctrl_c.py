@@ -23,7 +23,7 @@ WAYS = {
     "alone": [],
     "two ranks": STRATEGIES["ddp 2"],
     "sweep": ["seed=0,1"],
-    "two jobs": ["seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    "two jobs": ["seed=0,1", "hydra.launcher.n_jobs=2"],
 }
 
 

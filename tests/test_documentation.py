@@ -65,7 +65,7 @@ NOT_RUN = {
 }
 # Commands with these words need other machinery, or take long: they are slow, and run alone in a copy of the project.
 SLOW = ("torchrun", "mpirun", "sbatch", "launch=slurm", "launch.nnodes", "experiment=", "dataset=text", "parallel=pipeline", "nproc_per_node=4",
-        "hydra/", "mode=export", "trainer.compile=true", "logger=", 'eval "')  # fmt: skip
+        "hydra", "mode=export", "trainer.compile=true", "logger=", 'eval "')  # fmt: skip
 # How many times a command is given at once: a time for each node.
 NODES = {"nnodes=1:2 ": 2, "nnodes=1:4 ": 2, "nnodes=4 ": 4}
 
@@ -144,12 +144,15 @@ def test_nothing_is_wrong_with_a_command_that_takes_long(command: Command, tmp_p
 
 
 def prepared(command: Command, folder: Path) -> Path:
-    """Return a copy of the project with what the command needs: data, and the runs that it names. Skip where it cannot be had."""
+    """Return a copy of the project with what the command needs: data, and the files and runs that it names. Skip where it cannot be had."""
     if command.line.startswith("mpirun") and mpi.is_missing():
         pytest.skip(f"no MPI here: {mpi.INSTALL}")
     if "fashion_mnist" in command.line and not DEBIAN.is_dir():
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
     folder = project(folder)
+    for name, text in files(command.page).items():
+        if f"={Path(name).stem}" in command.line:
+            (folder / name).write_text(text)
     for name, recipe in RECIPES.items():
         if f"experiment={name}" in command.line:
             recipe.write(folder / compose_line([f"experiment={name}"]).config["dataset"]["root"])

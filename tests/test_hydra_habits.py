@@ -91,28 +91,46 @@ def test_callbacks_are_called_around_a_sweep_and_each_of_its_jobs(where: str, fo
     assert (folder / "calls").read_text().splitlines() == ["multirun_start", *jobs, "multirun_end"]
 
 
-LAUNCHER = """from hydra.core.utils import run_job
+LAUNCHER = """import cloudpickle, subprocess, sys
+from hydra.core.singleton import Singleton
+from hydra.core.utils import run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 class Mine(Launcher):
-    def __init__(self, note): self.note = note
+    def __init__(self, note, apart): self.note, self.apart = note, apart
     def setup(self, *, hydra_context, task_function, config):
         self.context, self.task, self.config = hydra_context, task_function, config
     def launch(self, job_overrides, initial_job_idx):
-        ended = []
-        for number, overrides in enumerate(job_overrides, initial_job_idx):
-            config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
-            config.hydra.job.num = number
-            with open(self.note, "a") as file: print(number, config.seed, file=file)
-            ended.append(run_job(self.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context))
-        return ended
+        return [self.run(number, list(line)) if number not in self.apart else self.elsewhere(number, list(line))
+                for number, line in enumerate(job_overrides, initial_job_idx)]
+    def run(self, number, overrides):
+        config = self.context.config_loader.load_sweep_config(self.config, overrides)
+        config.hydra.job.num = number
+        with open(self.note, "a") as file: print(number, config.seed, file=file)
+        return run_job(self.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
+    def elsewhere(self, *job):  # as submitit and joblib do
+        with open("job", "wb") as file: cloudpickle.dump((self, job, Singleton.get_state()), file)
+        subprocess.run([sys.executable, "-c", "import mine; mine.work()"], check=True)
+        with open("job", "rb") as file: return cloudpickle.load(file)
+def work():
+    setup_globals()
+    with open("job", "rb") as file: launcher, job, state = cloudpickle.load(file)
+    Singleton.set_state(state)
+    ended = launcher.run(*job)
+    with open("job", "wb") as file: cloudpickle.dump(ended, file)
 """
 
 
-def test_another_launcher_of_hydra_runs_the_jobs(folder: Path) -> None:
+@pytest.fixture
+def launcher(folder: Path) -> Path:
+    """The file of a launcher of the user."""
     (folder / "mine.py").write_text(LAUNCHER + CALLBACK.replace("Mine", "Called"))
     path = folder / "conf" / "hydra" / "launcher" / "mine.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text("_target_: mine.Mine\nnote: ${hydra.sweep.dir}.txt\n")
+    path.write_text("_target_: mine.Mine\nnote: ${hydra.sweep.dir}.txt\napart: []\n")
+    return path
+
+
+def test_another_launcher_of_hydra_runs_the_jobs(launcher: Path, folder: Path) -> None:
     line = ["-m", "hydra/launcher=mine", "seed=0,1,2", "+hydra.callbacks.one={_target_:mine.Called,file:calls}"]
     assert run(folder, "seed=1").code == 0
     ended = run(folder, *line)
@@ -122,15 +140,23 @@ def test_another_launcher_of_hydra_runs_the_jobs(folder: Path) -> None:
     assert note.read_text().splitlines() == ["0 0", "1 2"]
     jobs = 2 * ["job_start train", "job_end COMPLETED"]
     assert (folder / "calls").read_text().splitlines() == ["multirun_start", *jobs, "multirun_end"]
-    alone = run(folder, "seed=0")
-    assert alone.code == 0 and "finished already" in alone.output
     failed = run(folder, *line[:2], "seed=0,1", "optimizer=sgd", "optimizer.lr=1e30")
     assert failed.code == 70 and "2 of 2 jobs failed" in failed.output
-    path.write_text("_target_: builtins.dict\n")
+    launcher.write_text("_target_: builtins.dict\n")
     assert run(folder, *line).output == Says("hydra.launcher._target_: builtins.dict is not a launcher ...")
-    path.write_text("_target_: mine.Mine\nnot: x\n")
+    launcher.write_text("_target_: mine.Mine\nnot: x\napart: []\n")
     misspelt = run(folder, *line)
     assert (misspelt.code, misspelt.output.splitlines()[0]) == (78, Says("hydra.launcher.not: unknown key ... note?"))
+
+
+@pytest.mark.slow
+def test_another_launcher_may_run_jobs_in_other_processes(launcher: Path, folder: Path) -> None:
+    line = ["-m", "hydra/launcher=mine", "hydra.launcher.apart=[1]", "optimizer=sgd", "optimizer.lr=1e30,1e-3"]
+    ended = run(folder, *line, timeout_s=300)
+    assert ended.code == 70 and "2 jobs: 1 failed, 1 finished" in ended.output, ended.output
+    assert "exit 70: optimizer.lr=1e+30: " in ended.output
+    alone = run(folder, "optimizer=sgd", "optimizer.lr=1e-3")
+    assert alone.code == 0 and "finished already" in alone.output
 
 
 @pytest.mark.parametrize("node", ["{_target_: mine.Nothing}", "{_target_: nowhere.Mine}", "{_target_: mine.Mine, wrong: 1}"])

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HYDRA = {
     "train.py",
     "framework/cli/callbacks.py",
-    "framework/sweep/hydra_pool.py",
+    *(f"framework/sweep/{part}.py" for part in ("line", "launchers")),
     *(
         f"framework/config/{part}.py"
         for part in ("compose", "hydra_compose", "hydra_settings", "folders", "overrides", "targets")

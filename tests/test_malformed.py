@@ -34,7 +34,7 @@ def choices(key: str) -> str:
 CNN = "model has num_classes, in_channels, image_size, channels, norm, dropout, init_from, parts"
 SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
 SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
-HYDRA = "is a key of Hydra that does nothing in a single run (run.root and run.dir choose the run's directory)"
+HYDRA = "is a key of Hydra that does nothing here (run.root and run.dir choose the run's directory)"
 MONITOR = "one of val/loss, val/accuracy, val/top5, train/loss, train/accuracy, train/top5"
 GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
 GIVES_TOKENS = (
@@ -293,8 +293,8 @@ FLAGS = {
     "--resolve": ["--resolve: works only together with --cfg (--cfg job --resolve)"],
     "--cfg job lr=1": ["lr: unknown key (did you mean optimizer.lr?)"],
     "-m seed=1,2,x model=cnn,cnnn": [
-        "seed: 'x' is not valid (an integer)",
         f"model: no option 'cnnn' ({one_of('model')}; did you mean cnn?)",
+        "seed: 'x' is not valid (an integer)",
     ],
 }
 

@@ -71,14 +71,6 @@ def as_yaml(overrides: list[str], *, resolve: bool) -> str:
     return OmegaConf.to_yaml(config, resolve=resolve)
 
 
-def launcher_and_sweeper(overrides: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the nodes of Hydra's launcher and sweeper from the chosen files and the options on the command line."""
-    choices, _, _ = sort_overrides(overrides)
-    hydras = compose_files([*choices, *(text for text in overrides if text.startswith("hydra/"))]).hydra
-    plain: Any = OmegaConf.to_container(hydras)
-    return {name: plain[name] for name in ("launcher", "sweeper")}
-
-
 def with_hydra(overrides: list[str]) -> DictConfig:
     """Return the configuration as Hydra gives it to callbacks: with Hydra's own node, and interpolations unresolved.
 

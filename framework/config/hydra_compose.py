@@ -12,6 +12,7 @@ from typing import Any
 import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -22,6 +23,8 @@ from framework.config.folders import CONF, EXTRAS, config_name, folders, named_k
 from framework.config.identity import EXECUTION, identity
 from framework.config.overrides import parse, sort_overrides
 from framework.config.schema import RunConfig
+
+LAUNCHER = {"_target_": "framework.sweep.pools.Pool", "n_jobs": 1}  # Hydra's default launcher, `basic`, would use this process
 
 
 class _Folders(SearchPathPlugin):
@@ -83,8 +86,12 @@ def _settings(overrides: list[str]) -> DictConfig | None:
 
 
 def prepare_hydra() -> None:
-    """Register the folders with Hydra, and the resolvers `${run_id:}`, `${data:FACT}` and `${hydra:KEY}` with OmegaConf."""
+    """Register the folders and the launcher of sweeps with Hydra, and three resolvers with OmegaConf.
+
+    The resolvers are `${run_id:}`, `${data:FACT}` and `${hydra:KEY}`.
+    """
     Plugins.instance().register(_Folders)
+    ConfigStore.instance().store(group="hydra/launcher", name="basic", node=LAUNCHER)  # in place of Hydra's
     OmegaConf.register_new_resolver("hydra", _of_hydra, replace=True)
     OmegaConf.register_new_resolver("run_id", _run_id, replace=True)
     OmegaConf.register_new_resolver("data", lambda fact: f"${{data:{fact}}}", replace=True)  # the dataset resolves it later

@@ -14,7 +14,7 @@ from framework.runtime.problem import Problem, shown
 _WHERE = "run.root and run.dir choose the run's directory"
 # Hydra's own keys, and what to use instead. The first matching prefix counts.
 _INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
-    ("hydra.run", "is a key of Hydra that does nothing in a single run", _WHERE),
+    ("hydra.run", "is a key of Hydra that does nothing here", _WHERE),
     ("hydra.sweep.", "is a key of Hydra that does nothing here", _WHERE),
     ("hydra.output_subdir", "does nothing here", "run.dir/config.yaml is the configuration of a run"),
     ("hydra.job.chdir", "a run does not change its working directory", "run.dir is where a run's files go"),
@@ -26,7 +26,7 @@ _INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
     ("hydra/launcher", "is about the jobs of a sweep", "add -m; a single run has launch=local or launch=slurm"),
     ("hydra.launcher", "is about the jobs of a sweep", "add -m; a single run has launch.*"),
     (("hydra/sweeper", "hydra.sweeper"), "is about the jobs of a sweep", "add -m"),
-    ("hydra", "is a key of Hydra that does nothing in a single run", _WHERE),
+    ("hydra", "is a key of Hydra that does nothing here", _WHERE),
 )  # fmt: skip
 # What Hydra itself fills in, and what a run or a sweep follows.
 _FOLLOWED = ("runtime", "overrides", "launcher", "sweeper", "callbacks", "mode", "job.name", "job.override_dirname", "job.id",

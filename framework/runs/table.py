@@ -2,7 +2,7 @@
 
 import csv
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ class TableRow:
     objective: float | None  # the best value of checkpoint.monitor until now
     error: str  # why the job failed
     code: int | None  # the exit code, if the job has just run
-    objectives: dict[str, float] = field(default_factory=dict)  # for a search with several objectives
-    is_pareto: bool = False  # true if no other trial is at least as good in every objective and better in one
 
     @classmethod
     def read(
@@ -61,11 +59,9 @@ def write_csv(rows: list[TableRow], target: Path) -> None:
         summary = row.directory.read_summary()
         last = {f"{split}/{name}": value for split, metrics in summary.get("metrics", {}).items()
                 for name, value in metrics.get("last", {}).items() if is_curve(name)}  # fmt: skip
-        several: dict[str, Any] = {f"objective:{name}": value for name, value in row.objectives.items()}
-        several |= {"pareto": str(row.is_pareto).lower()} if several else {}
         ends = {"step": summary.get("step"), "seconds": summary.get("wall_s"), "error": " ".join(row.error.split())}
         first = {"id": row.run_id, "directory": row.directory.path, "state": row.state, **row.values}
-        dicts.append({**first, "objective": row.objective, **several, **last, **ends})
+        dicts.append({**first, "objective": row.objective, **last, **ends})
     at_the_end = ("step", "seconds", "error")
     columns = dict.fromkeys(name for row in dicts for name in row if name not in at_the_end)
     text = io.StringIO()

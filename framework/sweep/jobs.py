@@ -1,11 +1,11 @@
-"""The jobs of a sweep, the problems that are found before the first job runs, and the order of a grid's jobs."""
+"""The jobs of a sweep, the problems that are found before the first job runs, and the exit code of a sweep."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.cli.run import build_problems, rehearsal_problems
+from framework.cli.run import build_problems, rehearsal_problems, start
 from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
@@ -23,7 +23,6 @@ from framework.sweep.space import Values
 
 if TYPE_CHECKING:
     from framework.build.training import Builder
-from framework.runs.status import standings
 
 
 @dataclass(eq=False)
@@ -33,7 +32,8 @@ class Job:
     values: Values
     line: list[str]
     config: RunConfig
-    code: int | None = None  # None: it has not run or not ended
+    code: int | None = None  # None: it has not been launched, or not ended
+    is_rehearsed: bool = False
 
     @property
     def directory(self) -> RunDirectory:
@@ -54,6 +54,14 @@ class Job:
     def stale_code(self) -> str:
         """The unaccepted changes of the code since the job's last start. Empty if there are none."""
         return "; ".join(changed_code(self.config.run, self.config.targets()))
+
+    def prepare(self, *, group: str, is_rehearsed: bool) -> None:
+        """Put the job into a group, unless its line names another. `is_rehearsed`: a job that is alike has passed."""
+        self.config, self.is_rehearsed = self.config.in_group(group), is_rehearsed
+
+    def run(self) -> int:
+        """Run the job to its end, in this process. Return its exit code."""
+        return start(self.line, checked=Draft(dict(self.config), []), is_rehearsed=self.is_rehearsed)
 
     def skip(self) -> None:
         """Treat a finished job as a job that has run, after its mirror got what was missing."""
@@ -125,41 +133,3 @@ def alike_jobs(jobs: list[Job]) -> Iterator[list[Job]]:
         asked = [config.launch.model_dump(), request.num_devices, request.num_workers]
         groups.setdefault(digest_of(asked), []).append(job)
     yield from groups.values()
-
-
-# --- a grid
-
-
-class Grid:
-    """The jobs of a command line with several values."""
-
-    def __init__(self, jobs: list[Job]) -> None:
-        self._jobs = jobs
-        self._on_slurm = jobs[0].config.launch.kind == "slurm"
-        self._waiting = list(jobs)
-
-    @property
-    def num_left(self) -> int:
-        """The number of jobs that have not finished."""
-        return sum(not job.is_done for job in self._jobs)
-
-    def next(self) -> Job | None:
-        """Return a job to run now, or None if no job can start until a running job ends."""
-        return self._waiting.pop(0) if self._waiting else None
-
-    def is_hopeless(self, job: Job) -> bool:
-        """Return whether a running job should be stopped."""
-        return False
-
-    def note(self, job: Job) -> None:
-        """Record that a job has ended, with its `code`."""
-
-    def rows(self) -> list[TableRow]:
-        """Return the states of the jobs."""
-        found = standings(job.directory for job in self._jobs) if self._on_slurm else {}
-        return [job.row(state=found[job.directory.path].state if found else None) for job in self._jobs]
-
-    @property
-    def code(self) -> int:
-        """The sweep's exit code until now."""
-        return exit_code([job.code for job in self._jobs if job.code is not None])

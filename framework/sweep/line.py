@@ -1,14 +1,23 @@
-"""The content of a `-m` line: its jobs, or a space to search."""
+"""The content of a `-m` line: the values of its jobs or a space to search, `hydra.launcher`, and `hydra.sweeper`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from framework.config.folders import groups
-from framework.config.hydra_settings import TO_HYDRA, is_hydras
-from framework.config.overrides import is_choice, key_of, parse
-from framework.runtime.problem import Problem, missing_extra
-from framework.sweep.settings import PARAMS, Launcher, SubmititSlurm, read_settings
-from framework.sweep.space import EXAMPLE, Condition, Dimension, Space, Values, conditional_key, split_condition, swept_values
+from hydra.core.override_parser.types import Override
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig, OmegaConf
+
+from framework.config.folders import groups, options
+from framework.config.hydra_compose import LAUNCHER, compose_files, composes, prepare_hydra
+from framework.config.hydra_settings import TO_HYDRA, hydra_problem, is_hydras
+from framework.config.identity import flat
+from framework.config.overrides import is_choice, key_of, one_line, parse, sort_overrides
+from framework.config.schema import Node, keys_of
+from framework.config.spelling import did_you_mean, done_here
+from framework.config.targets import locate
+from framework.config.validation import component_problems, section_problems, unknown_key
+from framework.runtime.problem import Problem, missing_extra, shown
+from framework.sweep.space import EXAMPLE, Space, Values, distribution, named_values, swept_values
 from framework.sweep.sweeper import Sweeper
 
 
@@ -18,38 +27,17 @@ class Multirun:
 
     fixed: list[str]  # the overrides that all jobs share
     space: Space
-    launcher: Launcher
+    launcher: Node
     sweeper: Sweeper | None  # None: all combinations of the values
 
     def line(self, values: Values) -> list[str]:
-        """Return a job's command line.
-
-        The launcher adds overrides that the line does not contain. If strategies are swept, `single` gets one process.
-        """
-        given = [_key_of(text) for text in self.fixed] + self.space.keys
-        own = [text for text in self.launcher.overrides if _key_of(text) not in given]
-        line = [*own, *self.fixed, *(f"{key}={value}" for key, value in values.items())]
+        """Return a job's command line. If strategies are swept, `single` gets one process."""
+        line = [*self.fixed, *(f"{key}={value}" for key, value in values.items())]
         if values.get("parallel") == "single":
-            line += [f"{key}=1" for key in _SIZES if key in map(_key_of, line) and key not in self.space.keys]
+            line += [f"{key}=1" for key in _SIZES if key in map(_key_of, line) and key not in self.space]
         return line
 
-    @property
-    def num_at_a_time(self) -> int:
-        """The number of jobs at a time. A search uses earlier results: by default it does not fill a cluster."""
-        most = self.launcher.num_at_a_time
-        if self.sweeper is None:
-            return most
-        cluster = self.launcher.array_parallelism if isinstance(self.launcher, SubmititSlurm) else None
-        return min(most, self.sweeper.n_jobs or cluster or _TRIALS_AT_A_TIME)
 
-    @property
-    def num_trials(self) -> int:
-        """The number of trials of a search."""
-        assert self.sweeper is not None
-        return self.sweeper.num_trials(len(self.space.combinations()) if self.sweeper.is_grid else 0)
-
-
-_TRIALS_AT_A_TIME = 4
 _SIZES = ("launch.nnodes", "launch.nproc_per_node", "launch.slurm.gpus_per_node")
 
 
@@ -63,57 +51,143 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     line = [text for text in overrides if text not in hydras]
     (launcher, sweeper, params), problems = read_settings(hydras, line)
     given = {_key_of(text).lstrip("+") for text in line}
-    written = [f"{key}={values}" for key, values in params.items() if not given & {key, key.partition("@")[0]}]
-    fixed, swept = _sorted([*line, *written])
-    for key, condition in [key for key in swept if is_hydras(key[0]) or key[0] == "mode"]:
+    fixed, swept = _sorted([*line, *(f"{key}={values}" for key, values in params.items() if key not in given)])
+    for key in [key for key in swept if is_hydras(key) or key == "mode"]:
         problems.append(Problem(key, "cannot be swept", "one value for all jobs"))
-        del swept[key, condition]
-    if isinstance(launcher, SubmititSlurm) and any(text.startswith("launch=") and text != "launch=slurm" for text in fixed):
-        problems.append(Problem("launch", "is not slurm, but hydra/launcher=submitit_slurm is", "one of the two"))
-        launcher = Launcher()
-    is_search = sweeper is not None or "hydra/sweeper=optuna" in hydras
-    problems += missing_extra("hydra/sweeper", "search") if is_search else []
-    if is_search and not swept:
+        del swept[key]
+    if (sweeper is not None or "hydra/sweeper=optuna" in hydras) and not swept:
         problems.append(Problem("hydra/sweeper", "optuna, but there is nothing to search", "as in " + EXAMPLE))
-    dimensions = []
-    for (key, condition), override in swept.items():
+    space: dict[str, Any] = {}
+    for key, override in swept.items():
+        if sweeper is None and problems and override.is_interval_sweep():
+            continue  # the search has problems
         try:
-            draws = is_search and not (sweeper is not None and sweeper.is_grid)
-            dimensions.append(Dimension(key, swept_values(override, draws=draws), condition))
+            space[key] = distribution(override) if sweeper is not None else swept_values(override)
         except ValueError as error:
-            problems.append(Problem(conditional_key(key, condition), str(error), "as in " + EXAMPLE))
-    space = Space(dimensions)
-    if len(dimensions) == len(swept):
-        problems += space.problems(fixed=[_key_of(text).lstrip("+") for text in fixed])
-    for dimension in dimensions:
-        for value in dimension.values if dimension.key in groups() and isinstance(dimension.values, list) else []:
-            if read_settings(hydras, [*fixed, f"{dimension.key}={value}"])[0].params != params:
-                problems.append(Problem(dimension.key, f"{value} defines its own sweep", "one such option, not swept"))
+            problems.append(Problem(key, str(error), "as in " + EXAMPLE))
+    for key, values in space.items():
+        for value in named_values(values) if key in groups() else []:
+            if read_settings(hydras, [*fixed, f"{key}={value}"])[0].params != params:
+                problems.append(Problem(key, f"{value} defines its own sweep", "one such option, not swept"))
     return Multirun(fixed, space, launcher, sweeper), problems
 
 
 def _is_setting(text: str) -> bool:
     """Return whether an override concerns the sweep, and not its jobs."""
-    if text.startswith(PARAMS):
-        return True
     override = parse(text)
-    if override is None or override.is_sweep_override():
+    if override is None or (override.is_sweep_override() and not text.startswith(PARAMS)):
         return False
     return is_hydras(override.key_or_group) and not override.key_or_group.startswith(TO_HYDRA)
 
 
-def _sorted(line: list[str]) -> tuple[list[str], dict[tuple[str, Condition | None], Any]]:
+def _sorted(line: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Split a line into the overrides that all jobs share and the swept keys. If a key is swept twice, the last one counts."""
     fixed: list[str] = []
-    swept: dict[tuple[str, Condition | None], Any] = {}
+    swept: dict[str, Any] = {}
     for text in line:
-        plain, condition = split_condition(text)
-        override = parse(plain)
-        is_group = override is not None and is_choice(override)
-        key = plain.partition("=")[0] if is_group else key_of(override) if override is not None else ""
-        swept.pop((key, condition), None)
-        if override is not None and (condition is not None or override.is_sweep_override()):
-            swept[key, condition] = override
+        override = parse(text)
+        is_value = override is not None and override.package is None and not is_choice(override)
+        key = key_of(override) if override is not None and is_value else _key_of(text)
+        swept.pop(key, None)
+        if override is not None and override.is_sweep_override():
+            swept[key] = override
         else:
             fixed.append(text)
     return fixed, swept
+
+
+# --- hydra.launcher and hydra.sweeper
+
+_NODES = ("hydra.launcher", "hydra.sweeper", "hydra.sweeper.sampler", "hydra.sweeper.pruner")
+PARAMS = "hydra.sweeper.params."
+_PLUGINS = ("joblib", "submitit_local", "submitit_slurm", "ray", "rq")  # launchers of packages that may not be installed
+_GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+_OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"  # its keys, for an older Optuna
+
+
+class Settings(NamedTuple):
+    """The settings of a sweep."""
+
+    launcher: Node = LAUNCHER
+    sweeper: Sweeper | None = None  # None: all combinations of the values
+    params: dict[str, str] = {}  # the swept keys of the files, and their values
+
+
+def read_settings(hydras: list[str], line: list[str]) -> tuple[Settings, list[Problem]]:
+    """Read the files that a line chooses. `hydras` are overrides of Hydra's own keys, such as `hydra.sweeper.n_trials=9`."""
+    prepare_hydra()  # the options of installed plug-ins
+    given = {override.key_or_group: override for override in map(parse, hydras) if override is not None}
+    if problems := [problem for key, override in given.items() for problem in _key_problems(key, override)]:
+        return Settings(), problems
+    choices, _, _ = sort_overrides(line)
+    values = {key.removeprefix("hydra."): override.value() for key, override in given.items() if "/" not in key}
+    try:
+        hydra = compose_files([*choices, *(text for text in hydras if "/" in text.partition("=")[0])]).hydra
+        keys = [f"hydra.{key}" for key in flat(_plain(hydra)) if key.startswith("launcher.")]
+        for key, value in values.items():
+            OmegaConf.update(hydra, key, value, force_add=True)
+    except Exception as error:  # a faulty file; if it is another file, the check of the jobs reports it
+        return Settings(), [Problem(" ".join(hydras), one_line(error))] if composes(choices) else []
+    launcher, sweeper = (_plain(hydra)[name] for name in ("launcher", "sweeper"))
+    if not isinstance(sweeper, dict) or not isinstance(sweeper.get("params") or {}, dict):
+        return Settings(), [Problem("hydra/sweeper", "has no keys, or params without keys", "KEY: VALUES")]
+    params = {key: str(value) for key, value in flat(sweeper.pop("params", None) or {}).items()}
+    found, problems = _sweeper(sweeper)
+    for key in [] if "launcher._target_" in values else given:  # as in Hydra: many launchers take any key, and ignore it
+        if key.startswith("hydra.launcher.") and key not in keys:
+            problems += unknown_key(key, None, known=keys)
+    return Settings(launcher, found, params), problems or _launcher_problems(launcher)
+
+
+def _plain(hydra: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.masked_copy(hydra, ["launcher", "sweeper"]))  # type: ignore[return-value]
+
+
+def _key_problems(key: str, override: Override) -> list[Problem]:
+    """Return why a sweep cannot follow an override of Hydra's own keys."""
+    value = override.value()
+    if "/" in key and key.startswith(("hydra/launcher", "hydra/sweeper")):
+        return _option_problems(key, str(value))
+    if key.startswith(PARAMS):
+        return [Problem(key, "is a key of a file", "KEY=VALUES, which counts before the file's")]
+    if key in _NODES and not isinstance(value, dict):
+        return [Problem(key, f"{shown(value)} is not valid", f"{key.replace('.', '/')}={value}, or {key}.KEY=VALUE")]
+    is_read = key.startswith((*_NODES, "hydra.verbose"))  # main() reads the last
+    return [] if is_read else [hydra_problem(key)]
+
+
+def _option_problems(group: str, name: str) -> list[Problem]:
+    known = [option for option in options(group) if "/" not in option]
+    if name in known:
+        return []
+    if group == "hydra/launcher" and name in _PLUGINS:
+        package = f"hydra-{name.partition('_')[0]}-launcher"
+        instead = f"hydra.launcher.n_jobs=N, or launch=slurm; or pip install {package}"
+        return [Problem(group, f"{name} is not installed", instead)]
+    expected = f"one of {', '.join(known)}; {did_you_mean(name, known)}".rstrip("; ")
+    return [Problem(group, f"no option {shown(name)}", expected)]
+
+
+def _launcher_problems(node: Node) -> list[Problem]:
+    """Return the problems of the node of a launcher. This imports its class."""
+    if problems := component_problems("hydra.launcher", node, known=[]):
+        return problems
+    found, what = locate(node["_target_"]), f"{node['_target_']} is not a launcher"
+    is_launcher = isinstance(found, type) and issubclass(found, Launcher)
+    return [] if is_launcher else [Problem("hydra.launcher._target_", what, "a class with hydra.plugins.launcher.Launcher")]
+
+
+def _sweeper(node: Node) -> tuple[Sweeper | None, list[Problem]]:
+    """Return the settings of a search, or None for a grid; and their problems."""
+    target = node.pop("_target_", _GRID)
+    if target == _GRID:
+        return None, [Problem(f"hydra.sweeper.{name}", "unknown key", done_here(name) or "only with hydra/sweeper=optuna")
+                      for name, value in node.items() if value is not None]  # fmt: skip
+    if target != _OPTUNA:
+        what = f"{shown(target)} would draw jobs that this program cannot check and continue"
+        return None, [Problem("hydra.sweeper._target_", what, f"one of {_GRID}, {_OPTUNA}")]
+    if missing := missing_extra("hydra/sweeper", "search"):
+        return None, missing
+    node = {name: value for name, value in node.items() if value is not None or name in Sweeper.model_fields}
+    problems = section_problems(Sweeper, node, "hydra.sweeper", keys_of(Sweeper, "hydra.sweeper."))
+    return (None if problems else Sweeper(**node)), problems

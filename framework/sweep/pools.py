@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: several at a time, each in a process that is forked from this process, or as Slurm jobs."""
+"""Our own launchers: jobs in processes that are forked from this process, several at a time, or as Slurm jobs."""
 
 import multiprocessing
 import os
@@ -6,96 +6,88 @@ import secrets
 import signal
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Literal
 
-from framework.cli.run import start
-from framework.config.draft import Draft
+from framework.config.schema import Positive
 from framework.launch.slurm import submit
 from framework.runs.facts import be_brief
 from framework.runs.status import queued_jobs
 from framework.runtime import slurm
 from framework.runtime.exits import Exit
+from framework.runtime.files import make_directory
 from framework.runtime.forks import begin_child
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.slurm import SlurmFailed
 from framework.sweep.jobs import Job, alike_jobs
+from framework.sweep.launchers import OwnLauncher
 
 
-class Pool:
-    """A pool that runs at most `size` jobs at a time. PREEMPTION of this process sends a signal on to all jobs.
+class Pool(OwnLauncher):
+    """Runs at most `n_jobs` jobs at a time (-1: one for each CPU). PREEMPTION of this process sends a signal on to all jobs.
 
     A job's memory, CUDA context and OpenMP threads end with its process. A killed job ends no other job, and no job lives
-    longer than this process. Each job belongs to `group`, unless its line names another group. With more than one job at a
-    time, each job has its share of the CPUs, and writes its console output into `logs`.
+    longer than this process. With more than one job at a time, each job has its share of the CPUs, and writes its console
+    output into the sweep's `logs`.
     """
 
-    def __init__(self, *, size: int, logs: Path, group: str, rehearsed: set[str]) -> None:
-        self.size, self._group, self._rehearsed = size, group, rehearsed
-        self._logs = logs if size > 1 else None
-        cpus = sorted(os.sched_getaffinity(0))
-        self._shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # for the jobs that can start
-        self._running: dict[BaseProcess, tuple[Job, set[int]]] = {}
+    def __init__(self, n_jobs: Positive | Literal[-1] = 1) -> None:
+        self.n_jobs = n_jobs if n_jobs > 0 else len(os.sched_getaffinity(0))
         # a thread that never computes (framework.runtime.forks.in_new_thread) and lives as long as the jobs, which die with it
         self._forks = ThreadPoolExecutor(1)
 
-    @property
-    def room(self) -> int:
-        """The number of jobs that can start now."""
-        return len(self._shares)
+    def run(self, jobs: list[Job]) -> None:
+        """Run the jobs to their end. After a signal to stop, start no more."""
+        waiting, running = deque(jobs), dict[BaseProcess, tuple[Job, set[int]]]()
+        size, cpus = min(self.n_jobs, len(jobs)), sorted(os.sched_getaffinity(0))
+        shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # for the jobs that can start
+        logs = self.directory / "logs" if size > 1 else None
+        while running or (waiting and not PREEMPTION.requested):
+            while waiting and shares and not PREEMPTION.requested:
+                job, share = waiting.popleft(), shares.pop(0)
+                running[self._started(job, share, logs=logs)] = job, share
+            for process in [process for process, (job, _) in running.items() if self.should_stop(job)]:
+                process.terminate()
+            wait([process.sentinel for process in running], 0.2)
+            for process in [process for process in running if process.exitcode is not None]:
+                job, share = running.pop(process)
+                code = process.exitcode or 0
+                job.code = code if code >= 0 else 128 - code
+                shares.append(share)
+                self.ended()
+                if logs is not None:
+                    LOGGER.info("%s: %s", job.row().state, job)
+        for job in waiting:
+            job.code = Exit.PREEMPTED
 
-    @property
-    def running(self) -> list[Job]:
-        return [job for job, _ in self._running.values()]
-
-    def start(self, jobs: list[Job]) -> None:
-        """Start jobs. There must be room for them."""
-        for job in jobs:
-            self._start(job)
-
-    def _start(self, job: Job) -> None:
+    def _started(self, job: Job, share: set[int], *, logs: Path | None) -> BaseProcess:
+        """Fork the process of a job."""
         import matplotlib.figure  # noqa: F401  # once, for all jobs
 
         import framework.launch.worker  # noqa: F401
-        from framework.preflight.rehearsal import subject
 
-        share = self._shares.pop(0)
-        log = self._logs / f"{job.config.run.id}.log" if self._logs is not None else None
-        checked, is_rehearsed = Draft(dict(job.config.in_group(self._group)), []), subject(job.build) in self._rehearsed
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(job.line, checked, is_rehearsed, share, log))
+        LOGGER.info("running %s, in %s", job, job.directory.path)
+        log = None
+        if logs is not None:
+            make_directory(logs)
+            log = logs / f"{job.config.run.id}.log"
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(job, share, log))
         sys.stdout.flush()
         # a signal waits until the child can record it, and this process can send it on
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._forks.submit(process.start).result()
-            self._running[process] = (job, share)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def stop(self, job: Job) -> None:
-        """Make a job save a checkpoint and end."""
-        next(process for process, (other, _) in self._running.items() if other is job).terminate()
-
-    def wait(self, *, timeout_s: float) -> list[Job]:
-        """Wait until a job ends, but at most `timeout_s`. Return the jobs that have ended, with their exit codes."""
-        from framework.preflight.rehearsal import subject
-
-        wait([process.sentinel for process in self._running], timeout_s)
-        ended = []
-        for process, (job, share) in list(self._running.items()):
-            if process.exitcode is not None:
-                job.code = process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
-                self._rehearsed |= {subject(job.build)} if job.code == Exit.FINISHED else set()
-                ended.append(job)
-                del self._running[process]
-                self._shares.append(share)
-        return ended
+        return process
 
 
-def _run(line: list[str], checked: Draft, is_rehearsed: bool, share: set[int], log: Path | None) -> None:
+def _run(job: Job, share: set[int], log: Path | None) -> None:
     begin_child()
     PREEMPTION.speaks = False
     be_brief()
@@ -108,7 +100,7 @@ def _run(line: list[str], checked: Draft, is_rehearsed: bool, share: set[int], l
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-    code = start(line, checked=checked, is_rehearsed=is_rehearsed)
+    code = job.run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -117,85 +109,57 @@ def _run(line: list[str], checked: Draft, is_rehearsed: bool, share: set[int], l
 # --- as Slurm jobs
 
 _LARGEST_ARRAY = 500  # each job's lock is an open file
-
-
-def submit_all(jobs: list[Job], *, directory: Path, group: str) -> None:
-    """Submit jobs that are not in Slurm's queue. The code of a job is then the code of its submission.
-
-    Jobs with equal requests become an array. `directory` is the sweep's directory.
-    """
-    for alike in alike_jobs(jobs):
-        for first in range(0, len(alike), _LARGEST_ARRAY):
-            part = alike[first : first + _LARGEST_ARRAY]
-            folder, name = part[0].directory.path / "slurm", None
-            if len(part) > 1:
-                folder = directory / "slurm" / secrets.token_hex(4)
-                name = f"{part[0].config.name}/{directory.name}"
-            codes = submit([job.config.in_group(group) for job in part], folder=folder, name=name)
-            for job, code in zip(part, codes):
-                job.code = Exit.PREEMPTED if code == Exit.FAILED else code  # FAILED: its directory is in use
-
-
-class SlurmPool:
-    """A `Pool` of Slurm jobs. They live longer than this process; the same command finds them again."""
-
-    def __init__(self, *, size: int, group: str, directory: Path) -> None:
-        self.size, self._group, self._directory = size, group, directory
-        self._running: list[Job] = []
-        self._refused: list[Job] = []  # refused by Slurm: submitted again when another job has ended
-        self._looks_at = 0.0  # in time.monotonic's seconds
-
-    @property
-    def room(self) -> int:
-        """The number of jobs that can start now."""
-        return 0 if self._refused else self.size - len(self._running)
-
-    @property
-    def running(self) -> list[Job]:
-        return self._running + self._refused
-
-    def start(self, jobs: list[Job]) -> None:
-        """Submit the jobs, unless they already wait or run."""
-        submit_all(jobs, directory=self._directory, group=self._group)
-        for job in jobs:
-            (self._running if job.code == Exit.FINISHED else self._refused).append(job)
-
-    def stop(self, job: Job) -> None:
-        """Make a job save a checkpoint and end."""
-        try:
-            slurm.ask("scancel", job.directory.job_id or "")
-        except SlurmFailed as error:
-            LOGGER.warning("%s: %s", job, error)
-
-    def wait(self, *, timeout_s: float) -> list[Job]:
-        """Wait until a job ends, but at most `timeout_s`. Return the jobs that have ended, with their exit codes.
-
-        If this process has received a signal to stop, it no longer waits for jobs.
-        """
-        if PREEMPTION.requested:
-            self._running, self._refused = [], []
-            return []
-        if time.monotonic() < self._looks_at:
-            time.sleep(timeout_s)
-            return []
-        self._looks_at = time.monotonic() + _PAUSE_S
-        try:
-            in_queue = queued_jobs(job.directory for job in self._running)
-        except SlurmFailed as error:
-            LOGGER.warning("Slurm does not answer: %s", error)
-            return []
-        ended = [job for job in self._running if job.directory.path not in in_queue]
-        self._running = [job for job in self._running if job not in ended]
-        for job in ended:
-            job.code = _CODES.get(job.directory.state, Exit.FAILED)
-        if ended or not self._running:
-            refused, self._refused = self._refused, []
-            self.start(refused)
-        if not self._running:  # no running job remains to wait for
-            ended, self._refused = ended + self._refused, []
-        return ended
-
-
 _PAUSE_S = 2.0  # between two requests to the controller, which all users share
 _CODES = {"finished": Exit.FINISHED, "preempted": Exit.PREEMPTED,
           "cancelled": Exit.PREEMPTED, "queued": Exit.PREEMPTED}  # queued: it left the queue before it began  # fmt: skip
+
+
+class SlurmJobs(OwnLauncher):
+    """Submits jobs, unless they wait or run already. They live longer than this process; the same command finds them again.
+
+    With `waits`, it waits until they have left the queue, or until a signal to stop. Without, a job's code is the code of its
+    submission.
+    """
+
+    n_jobs = 4  # trials of a search at a time
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
+
+    def run(self, jobs: list[Job]) -> None:
+        """Submit the jobs, and perhaps wait for them."""
+        for job in jobs:
+            job.code = Exit.PREEMPTED
+        for alike in alike_jobs(jobs):
+            for first in range(0, 0 if PREEMPTION.requested else len(alike), _LARGEST_ARRAY):
+                self._submit(alike[first : first + _LARGEST_ARRAY])
+        if self._waits:
+            self._wait([job for job in jobs if job.code == Exit.FINISHED])
+
+    def _submit(self, jobs: list[Job]) -> None:
+        folder, name = jobs[0].directory.path / "slurm", None
+        if len(jobs) > 1:
+            folder = self.directory / "slurm" / secrets.token_hex(4)
+            name = f"{jobs[0].config.name}/{self.directory.name}"
+        for job, code in zip(jobs, submit([job.config for job in jobs], folder=folder, name=name)):
+            job.code = Exit.PREEMPTED if code == Exit.FAILED else code  # FAILED: its directory is in use
+
+    def _wait(self, left: list[Job]) -> None:
+        for job in left:
+            job.code = Exit.PREEMPTED
+        stopped = set[Job]()
+        while left and not PREEMPTION.requested:
+            time.sleep(_PAUSE_S)
+            try:
+                for job in [job for job in left if job not in stopped and self.should_stop(job)]:
+                    stopped.add(job)
+                    slurm.ask("scancel", job.directory.job_id or "")
+                in_queue = queued_jobs(job.directory for job in left)
+            except SlurmFailed as error:
+                LOGGER.warning("Slurm does not answer: %s", error)
+                continue
+            for job in [job for job in left if job.directory.path not in in_queue]:
+                left.remove(job)
+                job.code = _CODES.get(job.directory.state, Exit.FAILED)
+                self.ended()
+                LOGGER.info("%s: %s", job.row().state, job)

@@ -4,172 +4,160 @@ The evaluations of a running trial are read as they arrive, and the pruner decid
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Literal
 
+import optuna
+from optuna.exceptions import OptunaError
+from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from framework.cli.run import checked_line
 from framework.config.draft import Draft
+from framework.config.frozen_file import digest_of
 from framework.config.schema import Node
+from framework.config.trainer import CheckpointSection
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, rows_in
 from framework.runs.table import TableRow
-from framework.runtime.exits import Exit
+from framework.runtime.exits import DiskFailed, Exit
 from framework.runtime.log import LOGGER
+from framework.runtime.preemption import PREEMPTION
 from framework.sweep.jobs import Job, exit_code
+from framework.sweep.launchers import OwnLauncher, Runner
 from framework.sweep.line import Multirun
 from framework.sweep.space import Values
-from framework.sweep.study import TrialDraws, disk_errors, open_study
-from framework.sweep.sweeper import Objective, built_quietly
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+from framework.sweep.sweeper import built_quietly
 
 
-def _stored(method: Callable[Concatenate["Search", _P], _R]) -> Callable[Concatenate["Search", _P], _R]:
-    """Make a method raise DiskFailed for errors of the storage."""
-
-    @wraps(method)
-    def call(self: "Search", *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with disk_errors(self.place):
-            return method(self, *args, **kwargs)
-
-    return call
+@contextmanager
+def disk_errors(place: Path) -> Iterator[None]:
+    """Raise DiskFailed for errors of the storage."""
+    try:
+        yield
+    except (SQLAlchemyError, OptunaError) as error:
+        what = f"{place} cannot be used ({str(error).splitlines()[0]})"
+        raise DiskFailed(f"{what}; without it the search starts again, and reuses its runs") from None
 
 
 class Search:
-    """The trials, in Optuna's storage. So a killed search can continue."""
+    """The jobs of a search: its trials, in Optuna's storage in an SQLite file, so that a killed search can continue.
 
-    def __init__(self, multirun: Multirun, *, monitor: str, mode: str, directory: Path) -> None:
+    The draws of a trial depend only on the seed, the trial's number, and the results of the trials before its batch.
+    """
+
+    def __init__(self, multirun: Multirun, *, saving: CheckpointSection, place: Path) -> None:
         assert multirun.sweeper is not None
-        self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, monitor
-        self._goals = self._sweeper.goals or [Objective(monitor, mode)]
-        self.place = directory / "search.db"
-        self._study = open_study(self.place, name=self._sweeper.study_name or "search", goals=self._goals)
-        self._draws = TrialDraws(self._study, self._sweeper, multirun.space)
-        self._waiting: list[tuple[Job, Trial]] = []  # drawn, but another trial with the same run is active
-        self._running: dict[Job, Watched] = {}
-        self._had: set[int] = set()  # the numbers of the trials that this command has run
+        self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, saving.monitor
+        self._num_trials = multirun.sweeper.n_trials
+        self._direction: Literal["minimize", "maximize"] = "maximize" if saving.direction == "max" else "minimize"
         self._codes: list[int] = []
-        self._checked: dict[int, Draft] = {}
-        self._trials()  # finds a damaged file now
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        name = self._sweeper.study_name or "search"
+        self.study = optuna.create_study(
+            storage=f"sqlite:///{place}", study_name=name, direction=self._direction, load_if_exists=True
+        )
+        self.trials()  # finds a damaged file now
 
-    @_stored
-    def _trials(self) -> list[FrozenTrial]:
-        """Return the trials, without a trial that was killed before it drew, if there are more than n_trials by now."""
-        num_trials = self._multirun.num_trials
-        return [trial for trial in self._study.trials if trial.number < num_trials or trial.params]
+    def trials(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
 
     @property
     def num_left(self) -> int:
-        trials = self._trials()
-        return max(self._multirun.num_trials, len(trials)) - sum(trial.state.is_finished() for trial in trials)
+        """The number of trials without a result."""
+        return self._num_trials - sum(trial.state.is_finished() for trial in self.trials()[: self._num_trials])
 
-    @_stored
-    def next(self) -> Job | None:
-        if not self._waiting and (drawn := self._drawn()) is not None:
-            self._waiting.append(drawn)
-        for job, trial in self._waiting:
-            if all(job.directory.path != other.directory.path for other in self._running):  # else it uses the other's result
-                self._waiting.remove((job, trial))
-                self._running[job] = Watched(trial, job.directory, monitor=self._monitor, pruner=self._sweeper.chosen_pruner)
-                return job
-        return None
+    def batch(self, size: int) -> list[FrozenTrial]:
+        """Return the next trials to run. The interrupted trials of a batch, also of another command, are its rest."""
+        running = [trial.number for trial in self.trials() if trial.state == TrialState.RUNNING]
+        first = min([*running, len(self.trials())])
+        end = min((first // size + 1) * size, self._num_trials)
+        for number in range(len(self.trials()), end):
+            self._draw(number)
+        return [trial for trial in self.trials()[first:end] if trial.state == TrialState.RUNNING]
 
-    def _drawn(self) -> tuple[Job, Trial] | None:
-        while (trial := self._next_trial()) is not None:
-            values = self._draws.values(trial)
-            checked = self._check(trial.number, values)
-            if checked.config is not None:
-                return Job(values, line=self._multirun.line(values), config=checked.config), trial
-            for problem in checked.problems:  # a problem of this combination: its single values are valid
-                LOGGER.error("trial %d: %s", trial.number, problem)
-            self._study.tell(trial, state=TrialState.FAIL)
-            self._codes.append(Exit.CONFIGURATION)
-        return None
+    def _draw(self, number: int) -> None:
+        """Draw a trial in memory, and store it at once: a killed search has no trial with half of its parameters."""
+        seed = int(digest_of([self._sweeper.sampler, number])[:8], 16)
+        sampler = built_quietly({**self._sweeper.sampler, "seed": seed})
+        # with the Hyperband pruner, Optuna would show the sampler only a part of the trials
+        memory = optuna.create_study(sampler=sampler, pruner=NopPruner(), direction=self._direction)
+        memory.add_trials(self.trials())
+        memory.ask(dict(self._multirun.space))
+        self.study.add_trial(memory.trials[-1])
 
-    def _next_trial(self) -> Trial | None:
-        """Return an interrupted trial, or else a new trial. Return None if this command has no trial to run."""
-        num_trials = self._multirun.num_trials
-        for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
-            is_needed = frozen.number < num_trials or frozen.params
-            if is_needed and frozen.number not in self._had:
-                self._had.add(frozen.number)
-                return Trial(self._study, frozen._trial_id)  # Optuna's own id, which no public function returns
-        if len(self._study.trials) >= num_trials:
-            return None
-        trial = self._study.ask()
-        self._had.add(trial.number)
-        return trial
+    def run(self, runner: Runner) -> None:
+        """Draw batches of trials and run them, until all have a result, or a trial was interrupted."""
+        size = self._sweeper.n_jobs or (runner.launcher.n_jobs if isinstance(runner.launcher, OwnLauncher) else 1)
+        while self.num_left and Exit.PREEMPTED not in self._codes and not PREEMPTION.requested:
+            watched = {job: watch for trial in self.batch(size) for job, watch in self._job(trial)}
+            firsts = {*{job.directory.path: job for job in reversed(watched)}.values()}  # of the trials with the same run
+            for part in firsts, watched.keys() - firsts:
+                runner.run([job for job in watched if job in part], should_stop=lambda job: watched[job].is_hopeless())  # noqa: B023
+            for job, watch in watched.items():
+                self._tell(job, watch)
 
-    @_stored
-    def is_hopeless(self, job: Job) -> bool:
-        return self._running[job].is_hopeless()
+    def _job(self, trial: FrozenTrial) -> Iterator[tuple[Job, "Watched"]]:
+        """Yield the job of a trial. Record a trial with a problem as failed: its single values are valid, but not together."""
+        values = self._values(trial)
+        line = self._multirun.line(values)
+        checked = _checked(*line)
+        if checked.config is not None:
+            job = Job(values, line=line, config=checked.config)
+            handle = Trial(self.study, trial._trial_id)  # Optuna's own id, which no public function returns
+            yield job, Watched(handle, job.directory, monitor=self._monitor, pruner=self._sweeper.pruner)
+            return
+        for problem in checked.problems:
+            LOGGER.error("trial %d: %s", trial.number, problem)
+        self.study.tell(trial.number, state=TrialState.FAIL)
+        self._codes.append(Exit.CONFIGURATION)
 
-    @_stored
-    def note(self, job: Job) -> None:
+    def _tell(self, job: Job, watched: "Watched") -> None:
         """Report the end of a trial to Optuna. Do not report an interrupted trial, so that it is continued."""
-        watched = self._running.pop(job)
-        self._codes.append(job.code if job.code is not None else Exit.FAILED)
-        values = self._values_of(job.directory)
+        code, number, value = job.code or Exit.FINISHED, watched.trial.number, job.row().objective
         if watched.is_hopeless():  # even if it ended before it was stopped: the next draw must depend
-            self._study.tell(watched.trial, state=TrialState.PRUNED)  # on the results, not on the order of their arrival
-            self._codes.pop()
-            LOGGER.info("trial %d pruned, at step %d: %s", watched.trial.number, watched.step, job)
-        elif job.code == Exit.FINISHED and len(values) == len(self._goals):
-            self._study.tell(watched.trial, list(values.values()))
-        elif job.code != Exit.PREEMPTED:
-            self._study.tell(watched.trial, state=TrialState.FAIL)
+            LOGGER.info("trial %d pruned, at step %d: %s", number, watched.step, job)  # on results, not on their times
+            return
+        self._codes.append(code)
+        if code == Exit.FINISHED and value is not None:
+            self.study.tell(number, value)
+        elif code != Exit.PREEMPTED:
+            self.study.tell(number, state=TrialState.FAIL)
 
-    def _values_of(self, directory: RunDirectory) -> dict[str, float]:
-        summary = directory.read_summary()
-        values = {goal.name: goal.value(summary, monitor=self._monitor) for goal in self._goals}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @_stored
     def rows(self) -> list[TableRow]:
-        best = {trial.number for trial in self._study.best_trials} if self._sweeper.objectives else set()
-        rows = ((trial, self._values(trial)) for trial in self._trials())
-        return [self._row(trial, values, is_best=trial.number in best) for trial, values in rows if values is not None]
+        """Return the states of the trials that have been drawn."""
+        return [self._row(trial) for trial in self.trials()]
 
-    def _values(self, trial: FrozenTrial) -> Values | None:
-        """Return the values that a trial has drawn. Return None if the trial was killed during a draw."""
-        try:
-            return self._multirun.space.choose(lambda dimension: str(trial.params[dimension.name]))
-        except KeyError:
-            return None
+    def _values(self, trial: FrozenTrial) -> Values:
+        return {key: str(trial.params[key]) for key in self._multirun.space}
 
-    def _row(self, trial: FrozenTrial, values: Values, *, is_best: bool) -> TableRow:
-        checked = self._check(trial.number, values)
+    def _row(self, trial: FrozenTrial) -> TableRow:
+        values = self._values(trial)
+        checked = _checked(*self._multirun.line(values))
         state = {TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}.get(trial.state)
         if checked.config is None:
             run = checked.fields["run"]
             return TableRow(run.id, RunDirectory(Path(run.dir)), values, "failed", None, str(checked.problems[0]), None)
-        row = TableRow.read(checked.config.run, self._monitor, values, state=state)
-        if not self._sweeper.objectives:
-            return row
-        return replace(row, objectives=self._values_of(row.directory), is_pareto=is_best)
-
-    def _check(self, number: int, values: Values) -> Draft:
-        if number not in self._checked:  # a check takes 50 ms, and each end of a trial needs all trials
-            self._checked[number] = checked_line(self._multirun.line(values))
-        return self._checked[number]
+        return TableRow.read(checked.config.run, self._monitor, values, state=state)
 
     @property
     def code(self) -> int:
         """The exit code. It is 0 if any trial has finished, because failures are a part of a search."""
-        is_won = any(trial.state == TrialState.COMPLETE for trial in self._trials())
-        return Exit.FINISHED if is_won and Exit.PREEMPTED not in self._codes else exit_code(self._codes)
+        is_stopped = Exit.PREEMPTED in self._codes or (PREEMPTION.requested and self.num_left > 0)
+        is_won = any(trial.state == TrialState.COMPLETE for trial in self.trials())
+        return Exit.PREEMPTED if is_stopped else Exit.FINISHED if is_won else exit_code(self._codes)
+
+
+@cache  # a check takes 50 ms, and each end of a trial needs all trials
+def _checked(*line: str) -> Draft:
+    return checked_line([*line])
 
 
 # --- a running trial
-
-
-_JUDGED = "judged"  # a trial's attribute: the step of the pruner's last decision, and whether it gave up the trial
 
 
 class Watched:
@@ -182,18 +170,15 @@ class Watched:
         self._split, _, self._metric = monitor.partition("/")
         self._path = directory.metrics
         self._inode = self._offset = 0  # the file, and the position in it: earlier rows have been read
-        self._reported = max(trial.storage.get_trial(trial._trial_id).intermediate_values, default=0)  # reported before a kill
-        self._judged, self._is_hopeless = trial.user_attrs.get(_JUDGED, (0, False))
-        if self._is_hopeless:
-            self.step = self._judged
+        self._reported = trial.storage.get_trial(trial._trial_id).last_step or 0  # before a kill; it may not have been judged
+        self._is_hopeless = False
 
     def is_hopeless(self) -> bool:
         """Return whether the pruner has given up the trial, now or before."""
-        is_over = self._is_hopeless or len(self.trial.study.directions) > 1  # several objectives are not reported
-        for row in [] if is_over else self._new_rows():
+        for row in [] if self._is_hopeless else self._new_rows():
             is_evaluation = row["split"] == self._split and self._metric in row
             # a run may repeat steps after a rollback or an interruption; these steps have counted already
-            if is_evaluation and row["step"] > max(self.step, self._judged, self._reported - 1):
+            if is_evaluation and row["step"] > max(self.step, self._reported - 1):
                 self.step = row["step"]
                 if self._judge(row[self._metric]):
                     break
@@ -204,8 +189,9 @@ class Watched:
             self.trial.report(value, self.step)
         # a new pruner: Optuna's remember what they have seen, but a killed search would have forgotten it
         self.trial.study.pruner = built_quietly(self._pruner)
-        self._is_hopeless = bool(self.trial.should_prune())  # otherwise a numpy type, which a journal cannot store
-        self.trial.set_user_attr(_JUDGED, [self.step, self._is_hopeless])  # halving judges a step only once
+        self._is_hopeless = self.trial.should_prune()
+        if self._is_hopeless:
+            self.trial.study.tell(self.trial, state=TrialState.PRUNED)
         return self._is_hopeless
 
     def _new_rows(self) -> list[Row]:

@@ -16,17 +16,21 @@ import pytest
 
 from framework.cli.run import start
 from framework.config.frozen_file import recall
-from framework.sweep.line import read
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, Says, assert_close, begin, checked, command, end, files_below, finished, wait_for
+from tests.harness import Ended, Says, assert_close, begin, command, end, files_below, wait_for
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
 from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
 
 ARRAY = [*RUN, "launch=slurm"]
 SEEDS = [*ARRAY, "seed=0,1,2"]
-SEARCH = [*RUN, "trainer.max_steps=10", "trainer.eval_every=null", "optimizer.lr=tag(log, interval(1e-4, 1e-1))", "hydra/sweeper=optuna",
-          "hydra/launcher=submitit_slurm"]  # fmt: skip
+SEARCH = [
+    *ARRAY,
+    "trainer.max_steps=10",
+    "trainer.eval_every=null",
+    "optimizer.lr=tag(log, interval(1e-4, 1e-1))",
+    "hydra/sweeper=optuna",
+]
 
 
 def multirun(line: list[str]) -> int:
@@ -235,17 +239,8 @@ def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submi
     ("line", "problem"),
     [
         (["launch=local,slurm"], "launch: ... local ... slurm ... one sweep"),
-        (["launch=slurm", "seed=0,1", "hydra/launcher=joblib"],
-         "hydra/launcher: ... launch=slurm"),
-        (["launch=slurm", "seed=0,1", "hydra/sweeper=optuna"],
-         "launch: slurm ... search ... hydra/launcher=submitit_slurm"),
-        (["launch=local", "seed=0,1", "hydra/launcher=submitit_slurm"],
-         "launch: ... slurm ... hydra/launcher=submitit_slurm"),
-        (["seed=0,1", "hydra/launcher=submitit_slrum"],
-         "hydra/launcher: ... 'submitit_slrum' ... submitit_local submitit_slurm ... mean submitit_slurm"),
-        (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.partitoin=main"],
-         "launch.slurm.partitoin: unknown ... mean launch.slurm.partition"),
-        (["seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.gpus_per_node=two"], "launch.slurm.gpus_per_node: 'two' ... integer"),
+        (["launch=slurm", "seed=0,1", "hydra.launcher.n_jobs=2"], "hydra/launcher: ... launch=slurm ... array_parallelism"),
+        (["seed=0,1", "hydra/launcher=submitit_slurm"], "hydra/launcher: ... not installed ... launch=slurm; ... hydra-submitit-launcher"),
     ],
     ids=lambda value: "",
 )  # fmt: skip
@@ -334,59 +329,30 @@ def test_status_of_numbers_that_are_none(tmp_path: Path) -> None:
     assert (odd["state"], odd["metric"]) == ("killed", "train/loss 0.5") and "ETA" not in odd
 
 
-# --- for those who are used to them
+# --- searches
 
 
 @pytest.mark.slow
-def test_submitit_slurm_waits_for_its_jobs(submitted: Sweep) -> None:
-    submitted.hurry()
-    line = [*RUN, "seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=main", "hydra.launcher.mem_gb=1",
-            "hydra.launcher.array_parallelism=1", "hydra.launcher.setup=['echo prepared']"]  # fmt: skip
-    told = submitted.submit(*line)
-    assert "2 jobs: 2 finished" in told.output
-    assert_close(submitted.run(0), one())
-    asked_for = recall(submitted.run(0).root)["launch"]
-    assert (asked_for["slurm"]["partition"], asked_for["slurm"]["mem_gb"]) == ("main", 1)
-    assert submitted.log.count("prepared") == 2
-    began = [submitted.run(seed).summary["began"] for seed in (0, 1)]
-    assert began[1] > began[0] + submitted.run(0).summary["wall_s"], "one at a time"
-
-
-@pytest.mark.slow
-def test_submitit_slurm_leaves_its_jobs_when_it_is_stopped_and_takes_them_up_again(submitted: Sweep) -> None:
-    line = [*RUN, "seed=0,1", "hydra/launcher=submitit_slurm"]
+def test_a_search_waits_for_its_trials_and_when_it_is_stopped_leaves_them_to_the_same_command(submitted: Sweep) -> None:
+    line = [*SEARCH, "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=2"]
     waiting = begin(*line, root=submitted.root, run=multirun, before=submitted.plant)
-    submitted.wait(lambda: len(submitted.directories) == 2, what="two jobs")
-    submitted.wait_for_rows(0, 1)
+    submitted.wait(lambda: len(list(submitted.root.glob("default/*/metrics.jsonl"))) == 2, what="rows of two trials")
     os.kill(waiting.pid, signal.SIGINT)
     told = end(waiting, root=submitted.root)
-    assert told.code == 75 and "stopped; the same command continues" in told.output
+    assert told.code == 75 and "stopped; the same command continues" in told.output, told.output
     assert len(ask("squeue", "--noheader", "--states=RUNNING").splitlines()) == 2
     submitted.hurry()
     again = submitted.submit(*line)
-    assert "2 jobs: 2 finished" in again.output and not ids(again)
-    assert [submitted.run(seed).summary["restarts"] for seed in (0, 1)] == [0, 0]
+    assert "3 jobs: 3 finished" in again.output and len(ids(again)) == 1, again.output
+    assert "best val/loss" in again.output
+    assert [Ended(0, "", Path(row["directory"])).summary["restarts"] for row in submitted.table] == [0, 0, 0]
 
 
 @pytest.mark.slow
-def test_submitit_local_runs_as_many_jobs_as_there_are_cpus_for(tmp_path: Path) -> None:
-    line = ["parallel=ddp", "seed=0,1", "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
-    sweep_line, problems = read([*line, f"hydra.launcher.cpus_per_task={len(os.sched_getaffinity(0))}"])
-    assert not problems and sweep_line.launcher.num_at_a_time == 1
-    assert checked(*sweep_line.line({"seed": "0"})).launch.num_processes == 2
-    assert read([*line[:-1], "hydra.launcher.cpus_per_task=1"])[0].launcher.num_at_a_time == len(os.sched_getaffinity(0))
-    told = finished(*RUN, "trainer.max_steps=5", *line, root=tmp_path / "runs", run=multirun)
-    assert "2 jobs: 2 finished" in told.output and "2 x cpu" in told.output
-
-
-def test_what_the_line_says_itself_goes_before_the_launcher() -> None:
-    line = [
-        "launch.nnodes=2",
-        "seed=0,1",
-        "hydra/launcher=submitit_slurm",
-        "hydra.launcher.nodes=4",
-        "hydra.launcher.account=us",
-    ]
-    asks = read(line)[0].line({"seed": "0"})
-    assert "launch=slurm" in asks and "launch.nnodes=2" in asks and 'launch.slurm.account="us"' in asks
-    assert not any("nnodes=4" in text for text in asks)
+def test_a_bad_trial_on_the_cluster_is_stopped(submitted: Sweep) -> None:
+    pruner = "hydra.sweeper.pruner={_target_:optuna.pruners.ThresholdPruner,upper:0.0}"
+    line = [*SEARCH, "hydra.sweeper.n_trials=1", pruner, "trainer.eval_every=1", "trainer.max_steps=100"]
+    told = submitted.submit(*line)
+    assert "1 job: 1 pruned" in told.output, told.output
+    (row,) = submitted.table
+    assert 1 <= int(row["step"]) < 100

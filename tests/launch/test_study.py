@@ -1,35 +1,25 @@
-"""TrialDraws follow from the seed, the number and the trials before, whatever the sampler; conditions, pruners; what is refused."""
+"""Draws follow from the seed, the number and the trials before, whatever the sampler; pruners; files of searches; what is refused."""
 
+import csv
 import json
 import math
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 from optuna.pruners import PercentilePruner
-from optuna.trial import Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from framework.config.overrides import parse
+from framework.config.trainer import CheckpointSection
 from framework.runs.directory import RunDirectory
-from framework.runtime.problem import Problem
 from framework.sweep.line import Multirun, read
-from framework.sweep.search import Watched
-from framework.sweep.space import Values
-from framework.sweep.study import TrialDraws, open_study
-from framework.sweep.sweeper import Objective, built_quietly
-from tests.harness import Says
+from framework.sweep.search import Search, Watched
+from framework.sweep.sweeper import built_quietly
+from tests.harness import Says, typed
 
 OPTUNA = "hydra/sweeper=optuna"
-# a learning rate for all, and keys that one model has
-SPACE = [
-    "optimizer.lr=tag(log,interval(1e-4,1e-1))",
-    "trainer.clip_grad_norm=interval(0.1,2)",
-    "model=mlp,cnn",
-    "model.dim@mlp=8,16",
-    "optimizer.weight_decay@model:cnn=interval(0,1)",
-]
+SPACE = ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "trainer.clip_grad_norm=interval(0.1,2)", "model=mlp,cnn"]
 
 
 def line_of(*words: str) -> Multirun:
@@ -38,101 +28,45 @@ def line_of(*words: str) -> Multirun:
     return line
 
 
-class Trials:
-    """A search without its runs: the objective is a formula."""
+def search_of(*words: str, directory: Path) -> Search:
+    """A search, without its runs."""
+    directory.mkdir(exist_ok=True)
+    return Search(line_of(*words), saving=CheckpointSection(), place=directory / "search.db")
 
-    def __init__(self, *words: str, directory: Path) -> None:
-        self.line = line_of(*words)
-        assert self.line.sweeper is not None
-        self.goals = self.line.sweeper.goals or [Objective("val/loss", "min")]
-        self.study = open_study(directory / "search.db", name="search", goals=self.goals)
-        self.draws = TrialDraws(self.study, self.line.sweeper, self.line.space)
 
-    def drawn(self, num: int) -> list[Values]:
-        """Go on until there are `num` trials, with the one that was interrupted first. Returns the values of all."""
-        for frozen in self.study.get_trials(states=(TrialState.RUNNING,)):
-            self._run(Trial(self.study, frozen._trial_id))
-        while len(self.study.trials) < num:
-            self._run(self.study.ask())
-        return [{name: str(value) for name, value in trial.params.items()} for trial in self.study.trials]
+def drawn(search: Search, num: int, *, size: int = 1) -> list[dict[str, object]]:
+    """Go on until `num` trials have a result, which is a formula, in batches of `size`. Return the values of all."""
+    while sum(trial.state.is_finished() for trial in search.trials()) < num:
+        for trial in search.batch(size):
+            search.study.tell(trial.number, loss(trial))
+    return [trial.params for trial in search.trials()]
 
-    def _run(self, trial: Trial) -> None:
-        values = self.draws.values(trial)
-        loss = abs(math.log10(float(values["optimizer.lr"])) + 2.5) + (values["model"] == "mlp")
-        self.study.tell(trial, [loss, *([1.0] * (len(self.goals) - 1))])
+
+def loss(trial: FrozenTrial) -> float:
+    return abs(math.log10(trial.params["optimizer.lr"]) + 2.5) + (trial.params["model"] == "mlp")
 
 
 SAMPLERS = {
     "tpe": [],
-    "several": ["hydra.sweeper.objectives=[val/loss:min,parameters:min]"],
     "random": ["hydra/sweeper/sampler=random"],
     "nsga": ["hydra.sweeper.sampler={_target_:optuna.samplers.NSGAIISampler,population_size:3}"],
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("words", SAMPLERS.values(), ids=SAMPLERS)
-def test_a_search_that_was_killed_between_two_keys_draws_the_same(words: list[str], tmp_path: Path) -> None:
-    words = [*SPACE, *words]
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    whole = Trials(*words, directory=tmp_path / "whole").drawn(14)
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_search_that_was_killed_in_a_batch_draws_the_same(size: int, words: list[str], tmp_path: Path) -> None:
+    whole = drawn(search_of(*SPACE, *words, directory=tmp_path / "whole"), 16, size=size)
     assert len({tuple(values.values()) for values in whole}) > 10
-    for number in (3, 12):  # before TPE has learnt anything, and after
-        killed = Trials(*words, directory=tmp_path / "killed")
-        killed.drawn(number)
-        trial = killed.study.ask()
-        with pytest.raises(KeyboardInterrupt):
-            killed.draws._space.choose(_stopping_at(killed, trial, 1))
-    assert Trials(*words, directory=tmp_path / "killed").drawn(14) == whole
-
-
-def _stopping_at(trials: Trials, trial: Trial, number: int) -> Callable[[Any], str]:
-    drawn = count()
-    original = trials.draws._draw
-    trials.draws._draw = lambda trial, dimension: _or_stop(original, trial, dimension, next(drawn) == number)  # type: ignore[method-assign]
-    return lambda _: trials.draws.values(trial)["model"]
-
-
-def _or_stop(original: Callable[..., str], trial: Trial, dimension: Any, stops: bool) -> str:
-    if stops:
-        raise KeyboardInterrupt
-    return original(trial, dimension)
-
-
-def test_a_grid_is_every_combination_once_in_order(tmp_path: Path) -> None:
-    words = ["optimizer.lr=0.1,0.01", "model=mlp,cnn", "model.dim@mlp=range(1,4)", "hydra/sweeper/sampler=grid"]
-    line = line_of(*words)
-    assert line.num_trials == 8 and line_of(*words, "hydra.sweeper.n_trials=3").num_trials == 3
-    drawn = Trials(*words, directory=tmp_path).drawn(8)
-    names = [{one.key: values[one.name] for one in line.space.dimensions if one.name in values} for values in drawn]
-    assert names == line.space.combinations()
-
-
-# --- conditions
-
-
-def test_a_key_with_a_condition_is_in_the_jobs_with_that_option() -> None:
-    line, problems = read(
-        ["model=mlp,cnn", "model.dim@mlp=8,16", "seed=0,1", "model.norm@cnn=batch", "optimizer.lr@model:cnn=0.1,0.2"]
-    )
-    assert not problems and line.fixed == []
-    combinations = line.space.combinations()
-    assert [line.line(values) for values in combinations if values["seed"] == "0"] == [
-        ["model=mlp", "seed=0", "model.dim=8"],
-        ["model=mlp", "seed=0", "model.dim=16"],
-        ["model=cnn", "seed=0", "model.norm=batch", "optimizer.lr=0.1"],
-        ["model=cnn", "seed=0", "model.norm=batch", "optimizer.lr=0.2"],
-    ]
-    assert len(combinations) == 8
-    samples = line.space.samples()
-    assert all(values in combinations for values in samples) and len(samples) == 5  # every value, and what goes with it
-
-
-def test_each_model_may_have_its_own_values_of_one_key() -> None:
-    line, problems = read(["model=mlp,vit", "model.dim@mlp=8", "model.dim@vit=64,128"])
-    assert not problems and line.space.keys == ["model", "model.dim"]
-    assert [list(values.values()) for values in line.space.combinations()] == [["mlp", "8"], ["vit", "64"], ["vit", "128"]]
+    for number in (0, 12):  # before TPE has learnt anything, and after
+        killed = search_of(*SPACE, *words, directory=tmp_path / "killed")
+        drawn(killed, number, size=size)
+        batch = killed.batch(size)
+        for trial in batch[: size // 2]:
+            killed.study.tell(trial.number, loss(trial))
+    again = search_of(*SPACE, *words, directory=tmp_path / "killed")
+    assert [trial.number for trial in again.batch(size)] == [trial.number for trial in batch[size // 2 :]]
+    assert drawn(again, 16, size=size) == whole
 
 
 # --- pruners
@@ -140,29 +74,27 @@ def test_each_model_may_have_its_own_values_of_one_key() -> None:
 EVALUATIONS = [5, 10, 15, 20, 25, 30]
 
 
-def verdict(trials: Trials, losses: list[float], directory: Path, *, kill_at: int | None = None) -> int | None:
+def verdict(
+    search: Search, losses: list[float], directory: Path, pruner: dict[str, object], *, kill_at: int | None
+) -> int | None:
     """Return the step at which the next trial, which has these losses, is given up; the search is killed after a step."""
-    trial = trials.study.ask()
+    (drawn,) = search.batch(1)
     directory.mkdir()
-    (directory / "metrics.jsonl").touch()
 
     def watched() -> Watched:
-        assert trials.line.sweeper is not None
-        again = Trial(trials.study, trial._trial_id)
-        return Watched(again, RunDirectory(directory), monitor="val/loss", pruner=trials.line.sweeper.chosen_pruner)
+        return Watched(Trial(search.study, drawn._trial_id), RunDirectory(directory), monitor="val/loss", pruner=pruner)
 
     watch = watched()
     for step, loss in zip(EVALUATIONS, losses):
         with open(directory / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": step, "split": "val", "loss": loss}) + "\n")
-        is_hopeless = watch.is_hopeless()
+        if watch.is_hopeless():
+            assert search.trials()[drawn.number].state == TrialState.PRUNED
+            return step
         if step == kill_at:
             watch = watched()
-        assert watch.is_hopeless() == is_hopeless
-        if is_hopeless:
-            trials.study.tell(trial, state=TrialState.PRUNED)
-            return step
-    trials.study.tell(trial, losses[-1])
+            assert not watch.is_hopeless()
+    search.study.tell(drawn.number, losses[-1])
     return None
 
 
@@ -182,54 +114,43 @@ def test_a_pruner_stops_what_its_parameters_say_also_when_the_search_was_killed(
     words: str, steps: list[int | None], kill_at: int | None, tmp_path: Path
 ) -> None:
     name, *parameters = words.split()
-    line = [f"hydra/sweeper/pruner={name}", *(f"hydra.sweeper.pruner.{text}" for text in parameters)]
-    trials = Trials(*SPACE, *line, directory=tmp_path)
-    found = [verdict(trials, losses, tmp_path / str(n), kill_at=kill_at) for n, losses in enumerate((GOOD, BAD, STUCK))]
+    line = [*SPACE, f"hydra/sweeper/pruner={name}", *(f"hydra.sweeper.pruner.{text}" for text in parameters)]
+    search, sweeper = search_of(*line, directory=tmp_path), line_of(*line).sweeper
+    assert sweeper is not None
+    found = [
+        verdict(search, losses, tmp_path / str(n), sweeper.pruner, kill_at=kill_at)
+        for n, losses in enumerate((GOOD, BAD, STUCK))
+    ]
     assert found == steps
 
 
 def test_a_pruner_of_optuna_is_built_by_its_target() -> None:
-    line = line_of(
-        *SPACE,
-        "hydra.sweeper.pruner={_target_:optuna.pruners.PercentilePruner,percentile:10}",
-        "hydra.sweeper.pruner.n_warmup_steps=7",
-    )
+    target = "hydra.sweeper.pruner={_target_:optuna.pruners.PercentilePruner,percentile:10}"
+    line = line_of(*SPACE, target, "hydra.sweeper.pruner.n_warmup_steps=7")
     assert line.sweeper is not None
-    built = built_quietly(line.sweeper.chosen_pruner)
+    built = built_quietly(line.sweeper.pruner)
     assert isinstance(built, PercentilePruner) and (built._percentile, built._n_warmup_steps) == (10, 7)
 
 
 # --- what is refused
 
 NOT_SEARCHED = [
-    (
-        "hydra/sweeper/pruner=asha hydra.sweeper.pruner.percentile=9",
-        "hydra.sweeper.pruner.percentile: unknown key ... min_resource",
-    ),
+    ("hydra/sweeper/pruner=asha hydra.sweeper.pruner.percentile=9", "hydra.sweeper.pruner.percentile: unknown key ... min_resource"),
     ("hydra.sweeper.pruner=none", "hydra.sweeper.pruner: ... hydra/sweeper/pruner=none"),
     ("hydra/sweeper/pruner=ashe", "hydra/sweeper/pruner: no option 'ashe' ... median ... mean asha?"),
     ("hydra/sweeper/pruner=patient", "hydra.sweeper.pruner.patience: is missing"),
-    (
-        "hydra/sweeper/pruner=hyperband hydra.sweeper.pruner.min_resource=9 hydra.sweeper.pruner.max_resource=8",
-        "hydra.sweeper.pruner.max_resource: 8 ... min_resource=9",
-    ),
-    ("hydra/sweeper/sampler=cmaes", "hydra/sweeper/sampler: no option 'cmaes' ... grid, random, tpe"),
-    (
-        "hydra.sweeper.sampler._target_=optuna.samplers.CmaEsSampler",
-        "hydra.sweeper.sampler: optuna.samplers.CmaEsSampler ... tpe",
-    ),
+    ("hydra/sweeper/pruner=hyperband hydra.sweeper.pruner.min_resource=9 hydra.sweeper.pruner.max_resource=8",
+     "hydra.sweeper.pruner.max_resource: 8 ... min_resource=9"),
+    ("hydra/sweeper/sampler=cmaes", "hydra/sweeper/sampler: no option 'cmaes' ... random, tpe"),
+    ("hydra.sweeper.sampler._target_=optuna.samplers.CmaEsSampler", "hydra.sweeper.sampler: optuna.samplers.CmaEsSampler ... tpe"),
     ("hydra.sweeper.sampler._target_=optuna.samplers.TPESmpler", "hydra.sweeper.sampler._target_: ... TPESampler"),
-    ("hydra/sweeper/sampler=grid", "optimizer.lr: an interval ... sampler=tpe"),
-    ("hydra.sweeper.objectives=[val/loss:min]", "hydra.sweeper.objectives: ... at least two"),
-    ("hydra.sweeper.objectives=[val/loss:min,val/accuracy]", "hydra.sweeper.objectives: val/accuracy ... :max"),
-    (
-        "hydra.sweeper.objectives=[val/loss:min,parameters:min] hydra/sweeper/pruner=asha",
-        "hydra.sweeper.pruner: ... several objectives ... pruner=none",
-    ),
+    ("hydra.sweeper.sampler._target_=optuna.samplers.GridSampler", "hydra.sweeper.sampler: ... -m without hydra/sweeper=optuna"),
+    ("hydra.sweeper.objectives=[val/loss:min,parameters:min]", "hydra.sweeper.objectives: unknown key ... checkpoint.monitor alone"),
     ("hydra.sweeper.storage=journal", "hydra.sweeper.storage: unknown key ... search.db"),
-    ("hydra.sweeper._target_=hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper", "hydra.sweeper._target_: ... OptunaSweeper"),
+    ("hydra.sweeper._target_=hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper", "hydra.sweeper._target_: ... AxSweeper ... OptunaSweeper"),
     ("hydra.sweeper.search_space=3", "hydra.sweeper.search_space: unknown key ... hydra.sweeper.params"),
-]
+    ("hydra.sweeper.params.seed=1,2", "hydra.sweeper.params.seed: is a key of a file (KEY=VALUES"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "problem"), NOT_SEARCHED)
@@ -239,24 +160,99 @@ def test_a_mistake_about_a_search_is_named(words: str, problem: str) -> None:
     assert told[0] == Says(problem), told
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("model=mlp,cnn model.dim@vit=3,4", "model.dim@vit: ... model=vit (one of mlp, cnn)"),
-        ("model=mlp model.dim@mlp=3,4", "model.dim@mlp: model is not swept ... model=mlp,ANOTHER"),
-        ("model=mlp,cnn model.dim@mlp=3,4 model.dim=5", "model.dim@mlp: model.dim is also given without a condition"),
-        (
-            "model=mlp,cnn optimizer=sgd,adam model.dim@mlp=3 model.dim@optimizer:sgd=4",
-            "model.dim@optimizer:sgd: depends ... model",
-        ),
-        ("model=mlp,cnn model.dim@mlp=interval(1,2)", "model.dim@mlp: an interval has infinitely many values"),
-    ],
-)
-def test_a_condition_with_a_mistake_is_named(words: str, problem: str) -> None:
-    assert list(map(str, read(words.split())[1])) == [Says(problem)]
+# --- files
+
+SHORT = ["trainer.max_epochs=null", "trainer.max_steps=2", "rehearse=false"]
+SEARCHED = """\
+defaults: [optuna, override sampler: random, override pruner: percentile]
+n_trials: 3
+pruner: {percentile: 10}
+params:
+  optimizer:
+    lr: tag(log, interval(1e-4, 1e-1))
+  model: mlp
+  model.dim: range(8, 17, 8)
+  model.num_layers: choice(1, 2)
+"""
 
 
-def test_a_key_that_one_option_lacks_names_its_condition() -> None:
-    line, _ = read(["model=mlp,cnn", "model.dim=8,16"])
-    told = line.space.explained(Problem("model.dim", "unknown key", "model has channels"))
-    assert str(told) == Says("model.dim: unknown key ... model.dim@OPTION=... mlp, cnn")
+def sweep_file(folder: Path, name: str, text: str) -> None:
+    path = folder / "conf" / "hydra" / "sweeper" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_sweep_written_in_a_file_is_named_on_the_line(tmp_path: Path) -> None:
+    sweep_file(tmp_path, "widths", "params:\n  model: mlp,cnn\n  optimizer:\n    lr: 1e-3,1e-2\n")
+    listed = typed("-m", "hydra/sweeper=widths", "mode=plan", "optimizer.lr=1", directory=tmp_path)
+    assert [text.split()[2:] for text in listed.output.splitlines()] == [["model=mlp"], ["model=cnn"]], listed.output
+    listed = typed("-m", "hydra/sweeper=widths", "mode=plan", directory=tmp_path)
+    assert listed.output.count("optimizer.lr=0.01") == 2 and len(listed.output.splitlines()) == 4, listed.output
+    refused = typed("hydra/sweeper=widths", directory=tmp_path)
+    assert (refused.code, refused.output) == (78, Says("hydra/sweeper: is about the jobs of a sweep (add -m)"))
+    sweep_file(tmp_path, "widths", "params:\n  model: mlp,cnn\nn_trails: 3\n")
+    misspelt = typed("-m", "hydra/sweeper=widths", "mode=plan", directory=tmp_path)
+    assert misspelt.code == 78 and misspelt.output == Says("hydra.sweeper.n_trails: unknown key"), misspelt.output
+    unknown = typed("-m", "hydra/sweeper=width", "mode=plan", directory=tmp_path)
+    assert unknown.code == 78 and unknown.output == Says("hydra/sweeper: no option 'width' ... mean widths?"), unknown.output
+
+
+@pytest.mark.slow
+def test_a_search_written_in_a_file_has_intervals_and_choices(tmp_path: Path) -> None:
+    sweep_file(tmp_path, "widths", SEARCHED)
+    ended = typed("-m", "hydra/sweeper=widths", *SHORT, directory=tmp_path)
+    assert ended.code == 0 and "3 jobs: 3 finished" in ended.output, ended.output
+    (path,) = tmp_path.glob("runs/sweeps/*/sweep.csv")
+    with open(path) as file:
+        for row in csv.DictReader(file):
+            assert 1e-4 <= float(row["optimizer.lr"]) <= 1e-1 and row["model.dim"] in ("8", "16")
+    longer = typed("-m", "hydra/sweeper=widths", "hydra.sweeper.n_trials=4", "mode=plan", *SHORT, directory=tmp_path)
+    assert longer.output.splitlines()[-1] == "1 of 4 trials are still to be drawn"
+    assert yaml.safe_load(path.with_name("sweep.yaml").read_text())["line"][1] == "hydra/sweeper=widths"
+
+
+TEMPLATE = """\
+# @package _global_
+defaults:
+  - override /hydra/sweeper: optuna
+optimized_metric: "val/acc_best"
+hydra:
+  mode: "MULTIRUN"
+  sweeper:
+    _target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper
+    storage: null
+    study_name: null
+    n_jobs: 1
+    n_trials: 2
+    sampler:
+      _target_: optuna.samplers.TPESampler
+      seed: 1234
+      n_startup_trials: 10
+    params:
+      optimizer.lr: interval(0.0001, 0.1)
+      global_batch_size: choice(32, 64)
+"""
+
+
+def test_a_search_file_of_lightning_hydra_template_runs_after_its_named_keys_are_changed(tmp_path: Path) -> None:
+    file = tmp_path / "conf" / "hparams_search" / "mnist_optuna.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(TEMPLATE)
+    line = ["hparams_search=mnist_optuna", "trainer.max_epochs=null", "trainer.max_steps=1", "rehearse=false"]
+    refused = typed(*line, directory=tmp_path)
+    assert refused.code == 78
+    assert refused.output == Says("optimized_metric: unknown key (a search improves checkpoint.monitor)")
+    file.write_text(TEMPLATE.replace('optimized_metric: "val/acc_best"', "checkpoint: {monitor: val/accuracy, mode: max}"))
+    ended = typed(*line, directory=tmp_path)
+    assert ended.code == 0 and "2 jobs: 2 finished" in ended.output, ended.output
+    named = typed(*line, "hydra.sweeper.study_name=other", "hydra.sweeper.n_jobs=2", "mode=plan", directory=tmp_path)
+    assert named.output.splitlines()[-1] == "2 of 2 trials are still to be drawn", named.output
+    other = typed(*line, "hydra.sweeper.direction=maximize", directory=tmp_path)
+    assert other.output == Says("hydra.sweeper.direction: unknown key ... checkpoint.mode")
+
+
+@pytest.mark.parametrize("text", ["params: {a: [\n", 'params: {seed: "0,1", seed: "2,3"}\n', "params: [a]\n"])
+def test_a_file_that_is_no_sweep_is_refused(text: str, tmp_path: Path) -> None:
+    sweep_file(tmp_path, "bad", text)
+    refused = typed("-m", "hydra/sweeper=bad", directory=tmp_path)
+    assert refused.code == 78 and "hydra/sweeper" in refused.output and "Traceback" not in refused.output, refused.output

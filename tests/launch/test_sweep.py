@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from optuna.distributions import FloatDistribution, IntDistribution
 
 from framework.build.training import Builder
 from framework.preflight import rehearsal
@@ -19,7 +20,7 @@ from framework.runtime.preemption import PREEMPTION
 from framework.sweep.jobs import Job, exit_code
 from framework.sweep.line import read
 from framework.sweep.pools import Pool
-from framework.sweep.space import Interval
+from framework.sweep.space import combinations
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, wait_for
 from tests.test_resume import RUN, after_step, preempt
@@ -27,7 +28,7 @@ from tests.test_resume import RUN, after_step, preempt
 REPOSITORY = Path(__file__).resolve().parents[2]
 DDP = ["parallel=ddp", "launch.nproc_per_node=2"]
 SHORT = [*RUN, "trainer.max_epochs=null", "trainer.max_steps=2", "checkpoint.every=null"]
-TWO_AT_A_TIME = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+TWO_AT_A_TIME = ["hydra.launcher.n_jobs=2"]
 
 
 def multirun(line: list[str]) -> int:
@@ -54,14 +55,14 @@ def job(ended: Ended, row: dict[str, str]) -> Ended:
 
 def alone() -> None:
     """Refuse to start a job while a process of another is left."""
-    original = Pool.start
+    original = Pool._started
 
-    def start(self: Pool, job: Job) -> None:
+    def started(self: Pool, job: Job, *args: Any, **kwargs: Any) -> Any:
         left = psutil.Process().children(recursive=True)
         assert not left, left
-        original(self, job)
+        return original(self, job, *args, **kwargs)
 
-    Pool.start = start  # type: ignore[method-assign]
+    Pool._started = started  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -77,10 +78,10 @@ def test_a_job_is_the_run_that_its_own_command_is_and_its_workers_end_before_the
 
 
 def no_process() -> None:
-    def start(self: Pool, job: Job) -> None:
+    def started(self: Pool, job: Job, *args: Any, **kwargs: Any) -> None:
         raise AssertionError(f"{job} was started")
 
-    Pool.start = start  # type: ignore[method-assign]
+    Pool._started = started  # type: ignore[assignment]
 
 
 @pytest.mark.slow
@@ -153,15 +154,15 @@ def in_second_job(act: Callable[[], None]) -> Callable[[], None]:
     """Return what makes the second job that is started `act` after step 9."""
 
     def plant() -> None:
-        original, count = Pool.start, [0]
+        original, count = Pool._started, [0]
 
-        def start(self: Pool, job: Job) -> None:
+        def started(self: Pool, job: Job, *args: Any, **kwargs: Any) -> Any:
             count[0] += 1
             if count[0] == 2:
                 after_step(9, act)()
-            original(self, job)
+            return original(self, job, *args, **kwargs)
 
-        Pool.start = start  # type: ignore[method-assign]
+        Pool._started = started  # type: ignore[method-assign]
 
     return plant
 
@@ -270,14 +271,17 @@ def test_the_plan_of_one_run_is_its_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("seed=1,2 hydra/launcher=jblib", "hydra/launcher: ... 'jblib' ... submitit_local submitit_slurm ... mean"),
-        ("seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2", "hydra.launcher.njobs: unknown ... mean hydra.launcher.n_jobs"),
-        ("seed=1,2 hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs: unknown ... hydra/launcher=joblib ... submitit_local ... submitit_slurm"),
-        ("seed=1,2 hydra/launcher=joblib hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: 0 ... 1 ... -1 ... CPU"),
+        ("seed=1,2 hydra/launcher=joblib", "hydra/launcher: joblib is not installed ... hydra.launcher.n_jobs=N ... hydra-joblib-launcher"),
+        ("seed=1,2 hydra.launcher.njobs=2", "hydra.launcher.njobs: unknown ... mean hydra.launcher.n_jobs"),
+        ("seed=1,2 hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs: 0 is out of range (at least 1"),
+        ("seed=1,2 hydra/launcher=bsic", "hydra/launcher: no option 'bsic' ... mean basic?"),
+        ("model=mlp,cnn model.dim@mlp=8,16", "model.dim@mlp: unknown group"),
         ("seed=1,2 hydra.run.dir=x", "hydra.run.dir: ... Hydra ... nothing ... run.root ... run.dir"),
         ("optimizer.lr=interval(1,2)", "optimizer.lr: ... hydra/sweeper=optuna"),
+        ("optimizer.lr=interval(-1,1) hydra/sweeper=optuna", "optimizer.lr: -1.0 is out of range (above 0)"),
+        ("seed=1 hydra/sweeper=optuna", "hydra/sweeper: ... nothing ... search"),
         ("seed=range(3,3)", "seed: no value is left to run (as in "),
-        ("seed=1,2 hydra/launcher=joblib,basic", "hydra/launcher: cannot be swept"),
+        ("seed=1,2 hydra/launcher=basic,mine", "hydra/launcher: cannot be swept"),
         ("mode=train,plan", "mode: cannot be swept (one value for all jobs)"),
         ("global_batch_size=16,4 micro_batch_size=2,8", "micro_batch_size: 8 ... global_batch_size=4 ... 4"),
         ("seed=1,2 run.dir=there", "run.dir: ... several ... seed=1 seed=2 run.root"),
@@ -304,19 +308,15 @@ def test_a_line_is_taken_apart_as_hydra_does() -> None:
         ["seed=range(3)", "model=glob(*t)", "+model.dropout=choice(0,0.1)", "name=x", "optimizer=sgd,adam", "optimizer=sgd"]
     )
     assert not problems and line.fixed == ["name=x", "optimizer=sgd"]
-    assert {one.key: one.values for one in line.space.dimensions} == {
-        "seed": ["0", "1", "2"],
-        "model": ["gpt", "resnet", "vit"],
-        "model.dropout": ["0", "0.1"],
-    }
-    combinations = line.space.combinations()
-    assert len(combinations) == 18 and combinations[1] == {"seed": "0", "model": "gpt", "model.dropout": "0.1"}
-    assert line.line(combinations[1]) == ["name=x", "optimizer=sgd", "seed=0", "model=gpt", "model.dropout=0.1"]
+    assert line.space == {"seed": ["0", "1", "2"], "model": ["gpt", "resnet", "vit"], "model.dropout": ["0", "0.1"]}
+    found = combinations(line.space)
+    assert len(found) == 18 and found[1] == {"seed": "0", "model": "gpt", "model.dropout": "0.1"}
+    assert line.line(found[1]) == ["name=x", "optimizer=sgd", "seed=0", "model=gpt", "model.dropout=0.1"]
     search, problems = read(
         ["a=interval(1,2)", "b=int(interval(1,8))", "c=tag(log,interval(1e-3,1))", "d=range(1,9,3)", "hydra/sweeper=optuna"]
     )
-    assert not problems and {one.key: one.values for one in search.space.dimensions} == {
-        "a": Interval(1.0, 2.0), "b": Interval(1, 8), "c": Interval(1e-3, 1.0, log=True), "d": Interval(1, 7, step=3)
+    assert not problems and search.space == {
+        "a": FloatDistribution(1.0, 2.0), "b": IntDistribution(1, 8), "c": FloatDistribution(1e-3, 1.0, log=True), "d": IntDistribution(1, 7, step=3)
     }  # fmt: skip
 
 
