@@ -31,7 +31,6 @@ from framework.cli.run import checked_line, start
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
 from framework.config.schema import RunConfig
-from framework.data import loader
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.torch_compiler import import_dynamo
 from train import main
@@ -93,11 +92,6 @@ def together(*acts: Callable[[], None]) -> Callable[[], None]:
             act()
 
     return plant
-
-
-def with_loader_processes() -> None:
-    """Have images in memory fetched by loader processes too, as those that an author's own transform changes."""
-    loader.is_vectorised = lambda method: False
 
 
 def files_below(root: Path, pattern: str) -> list[Path]:
@@ -250,18 +244,31 @@ def once(*overrides: str, **options: Any) -> Ended:
     return _ONCE[key]
 
 
+def around(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Put `call` in the place of `owner.name`, which it is given before its arguments."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: call(original, *args, **kwargs))
+
+
+def before_each(owner: Any, name: str, act: Callable[..., object]) -> None:
+    """Let each call of `owner.name` begin with `act`, which is given its arguments."""
+    around(owner, name, lambda original, *args, **kwargs: (act(*args, **kwargs), original(*args, **kwargs))[1])
+
+
+def after_each(owner: Any, name: str, act: Callable[..., object]) -> None:
+    """Let each call of `owner.name` end with `act`, which is given its arguments."""
+    around(owner, name, lambda original, *args, **kwargs: (original(*args, **kwargs), act(*args, **kwargs))[0])
+
+
 def note_steps() -> None:
     """Let each Forward note as `latest` the step, from 0, that it was last seeded for in training."""
     from framework.engine.forward import Forward
 
-    original = Forward.seed_draws
-
-    def seed_draws(self: Forward, *, step: int | None, **others: Any) -> None:
+    def seed_draws(forward: Any, *, step: int | None, **_: Any) -> None:
         if step is not None:
-            self.latest = step  # type: ignore[attr-defined]
-        original(self, step=step, **others)
+            forward.latest = step
 
-    Forward.seed_draws = seed_draws  # type: ignore[method-assign]
+    before_each(Forward, "seed_draws", seed_draws)
 
 
 def exact_rows(ended: Ended) -> list[dict[str, Any]]:

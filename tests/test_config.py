@@ -36,23 +36,11 @@ def run_id(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize("override", [
-    "name=other", "backend=gloo", "launch.nproc_per_node=4", "launch.max_restarts=0", "launch.timeout_s=5",
-    "logger=tensorboard", "logger=[tensorboard,wandb]", "run.root=elsewhere", "run.dir=there", "run.resume=never",
-    "checkpoint.every=7", "checkpoint.keep_last=1", "checkpoint.keep_best=3", "dataset.num_workers=2",
-    "trainer.profile=true", "trainer.profile=all", "parallel=ddp", "parallel=fsdp",
+    "backend=gloo", "launch.nproc_per_node=4", "logger=[tensorboard,wandb]", "run.root=elsewhere", "run.dir=there",
+    "run.resume=never", "trainer.profile=all",
 ])  # fmt: skip
 def test_how_a_run_is_executed_is_not_in_its_id(override: str) -> None:
     assert run_id(override) == run_id()
-
-
-@pytest.mark.parametrize("override", [
-    "seed=1", "global_batch_size=32", "micro_batch_size=8", "drop_last=true", "trainer.max_steps=10", "trainer.max_epochs=1",
-    "trainer.eval_every=7", "trainer.clip_grad_norm=1", "trainer.clip_grad_value=1", "trainer.grad_noise.eta=1", "trainer.freeze=[head.*]", "trainer.ema_decay=0.9", "model=mlp", "model.dropout=0.1",
-    "dataset=synthetic", "dataset.augment=true", "task.label_smoothing=0.1", "optimizer=sgd", "optimizer.lr=1",
-    "scheduler=constant", "scheduler.warmup_steps=3", "precision=fp64", "parallel=local-sgd",
-])  # fmt: skip
-def test_what_a_run_computes_is_in_its_id(override: str) -> None:
-    assert run_id(override) != run_id()
 
 
 @pytest.mark.parametrize(("one", "other"), [
@@ -243,6 +231,3 @@ def test_every_option_and_key_says_what_it_is() -> None:
     listing = help_text([], width=10_000).partition("\nGroups")[2].splitlines()
     bare = [line for line in listing if line.startswith("  ") and len(line.split()) < 3 and line.split()[0] not in groups()]
     assert not bare
-
-
-TINY = ["trainer.max_epochs=null", "trainer.max_steps=2", "model.channels=[4]"]

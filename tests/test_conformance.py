@@ -138,14 +138,9 @@ def test_what_a_strategy_cannot_do_is_refused_before_the_start(strategy: str, ra
 def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str, tmp_path: Path) -> None:
     mesh = next(mesh for name, count, mesh in CASES if (name, count) == (strategy, 2))
     line = [
-        *RUN,
-        *MODELS["gpt, tied"],
-        "model.num_layers=1",
-        "model.dropout=0.1",
-        f"parallel={strategy}",
-        *mesh,
+        *RUN, *MODELS["gpt, tied"], "model.num_layers=1", "model.dropout=0.1", f"parallel={strategy}", *mesh,
         "launch.nproc_per_node=2",
-    ]
+    ]  # fmt: skip
     refused = command(*line, "rehearse=true", root=tmp_path / "runs")
     assert refused.code == 78
     assert "parallel: 2 processes compute different results with this model than one process" in refused.output

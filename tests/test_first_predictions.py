@@ -109,8 +109,6 @@ def test_what_does_not_fit_into_one_table_is_left_out_with_a_warning(tmp_path: P
     [
         ([*TEXTS, "parallel=context", "launch.nproc_per_node=2"], "part.predictions: needs the outputs of whole samples ... context ..."),
         ([*RUN, "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "part.predictions: ... measures in its step() ..."),
-        ([*RUN, "part.predictions.count=0"], "part.predictions: count=0 is out of range (at least 1) ..."),
-        ([*RUN, "part.predictions.split=train"], "part.predictions.split: 'train' is not valid (one of val, test) ..."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_start(line: list[str], said: str, tmp_path: Path) -> None:

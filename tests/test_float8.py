@@ -1,7 +1,6 @@
 """precision=float8: refused where it cannot be, and which layers it converts. These tests run it on no GPU: benchmarks/gpu.sh does."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from tests.harness import Says, command
 from tests.test_conformance import MODELS
 
 CUDA = torch.device("cuda", 0)
-Find = Callable[[str], object]
 
 
 def test_a_cpu_is_refused_before_the_start(tmp_path: Path) -> None:

@@ -366,20 +366,12 @@ def test_only_runs_that_have_changed_are_read_again(tmp_path: Path) -> None:
 
 
 def damaged(root: Path) -> dict[str, Path]:
-    paths = {}
-    for name in (
-        "whole",
-        "half a summary",
-        "no metrics",
-        "torn metrics",
-        "odd values",
-        "no configuration",
-        "itself",
-        "bomb",
-        "pipe",
-    ):
-        paths[name] = root / name
-        write_run(paths[name], losses=[2.0, 1.0], config={"seed": 1})
+    names = [
+        "whole", "half a summary", "no metrics", "torn metrics", "odd values", "no configuration", "itself", "bomb", "pipe",
+    ]  # fmt: skip
+    paths = {name: root / name for name in names}
+    for path in paths.values():
+        write_run(path, losses=[2.0, 1.0], config={"seed": 1})
     summary = (root / "whole" / "summary.json").read_text()
     (paths["half a summary"] / "summary.json").write_text(summary[: len(summary) // 2])
     (paths["no metrics"] / "metrics.jsonl").unlink()

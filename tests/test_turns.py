@@ -190,10 +190,7 @@ def test_it_is_evaluated_afterwards_as_in_training(tmp_path: Path) -> None:
 
 def test_a_metric_of_two_turns_is_the_last_ones_by_its_own_weight_and_losses_are_added() -> None:
     critic = {
-        "loss": torch.tensor(3.0),
-        "gap": torch.tensor(4.0),
-        "weight of gap": torch.tensor(16.0),
-        "real": torch.tensor(8.0),
-    }
+        "loss": torch.tensor(3.0), "gap": torch.tensor(4.0), "weight of gap": torch.tensor(16.0), "real": torch.tensor(8.0),
+    }  # fmt: skip
     generator = {"loss": torch.tensor(1.0), "gap": torch.tensor(4.0)}
     assert means(over_turns(critic, generator), num_samples=4) == {"loss": 1.0, "gap": 1.0, "real": 2.0}

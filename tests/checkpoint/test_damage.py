@@ -24,7 +24,7 @@ RUN = [
     "model=cnn", "model.channels=[4,8]", "global_batch_size=16", "trainer.max_epochs=3", "trainer.log_every=1",
     "checkpoint.every=4", "checkpoint.keep_last=2",
 ]  # fmt: skip
-NUM_DAMAGES = 300
+NUM_DAMAGES = 150
 NUM_RUNS = 12  # whole commands
 RANKS = ["parallel=fsdp", "launch.nproc_per_node=2"]  # the two ranks write a file each
 
