@@ -2,6 +2,7 @@
 
 import fnmatch
 import gc
+import io
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ import framework.modes.train
 import framework.parallel.parallelize
 import framework.preflight.rehearsal
 import framework.runs.provenance
-from framework.cli.run import checked_line, start
+from framework.cli.run import admit, checked_line, start
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
 from framework.config.schema import RunConfig
 from framework.runs.metrics_file import MACHINE
+from framework.runtime.exits import Exit
 from framework.runtime.torch_compiler import import_dynamo
 from train import main
 
@@ -149,6 +151,15 @@ def begin(
     process = _FORK.Process(target=_child, args=(line, _output(root), before, leave, with_curves, run))
     process.start()
     return process
+
+
+def refused(*words: str) -> str:
+    """Return what is said of a line that is refused before the start, with nothing written. It is checked here, without a process."""
+    rehearse = [] if any(word.startswith("rehearse=") for word in words) else ["rehearse=false"]
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()) as said:
+        code = admit([*words, *rehearse, f"run.root={folder}/runs"], world_size=None)
+        assert code == Exit.CONFIGURATION and not os.listdir(folder), said.getvalue()
+    return said.getvalue()
 
 
 def compose_once(overrides: Sequence[str]) -> None:
@@ -271,12 +282,12 @@ def note_steps() -> None:
     before_each(Forward, "seed_draws", seed_draws)
 
 
-def exact_rows(ended: Ended) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without what a clock or the machine has measured."""
+def exact_rows(ended: Any) -> list[dict[str, Any]]:
+    """Return the rows of a command (Ended), or of forked ranks (Trained), without what a clock or the machine has measured."""
     return [{key: value for key, value in row.items() if key not in MACHINE} for row in ended.rows]
 
 
-def assert_same_bits(actual: Ended, expected: Ended) -> None:
+def assert_same_bits(actual: Any, expected: Any) -> None:
     """The same rows and bit-identical parameters."""
     assert exact_rows(actual) == exact_rows(expected)
     mine, theirs = actual.weights, expected.weights
@@ -285,14 +296,21 @@ def assert_same_bits(actual: Ended, expected: Ended) -> None:
         assert torch.equal(mine[name], theirs[name]), f"{name} differs by {(mine[name] - theirs[name]).abs().max()}"
 
 
-def assert_close(actual: Ended, expected: Ended, *, tolerance: float = 1e-10) -> None:
+def assert_close(actual: Any, expected: Any, *, tolerance: float = 1e-10) -> None:
     """The same rows and parameters, up to `tolerance` (relative to the larger of the value and 1)."""
     mine, theirs = exact_rows(actual), exact_rows(expected)
     assert [(row["step"], row["split"]) for row in mine] == [(row["step"], row["split"]) for row in theirs]
     for one, other in zip(mine, theirs):
-        assert one.keys() == other.keys()
-        for key in one.keys() - {"split"}:
-            assert abs(one[key] - other[key]) <= tolerance * max(1.0, abs(other[key])), (key, one, other)
+        assert one.keys() == other.keys(), one.keys() ^ other.keys()
+        for key in one:
+            assert _is_close(one[key], other[key], tolerance), (key, one, other)
     for name, tensor in expected.weights.items():
         difference = (actual.weights[name].double() - tensor.double()).abs() / tensor.double().abs().clamp(min=1.0)
         assert difference.max() <= tolerance, f"{name} differs by {difference.max()}"
+
+
+def _is_close(one: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(other, list):
+        return len(one) == len(other) and all(_is_close(*pair, tolerance) for pair in zip(one, other))
+    is_number = not isinstance(other, str | None) and one is not None
+    return bool(abs(one - other) <= tolerance * max(1.0, abs(other)) if is_number else one == other)

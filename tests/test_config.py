@@ -1,8 +1,5 @@
 """The configuration: what a run's identity depends on, what is frozen, what is printed, and sweeps."""
 
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from framework.config.identity import flat
 from framework.config.schema import COMPONENTS, OWN
 from framework.config.validation import component_problems, validate
 from framework.sweep.line import read
-from tests.harness import Says, checked
+from tests.harness import Says, checked, typed
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -201,30 +198,23 @@ def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path
         thaw(frozen)
 
 
-def train(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, str(REPOSITORY / "train.py"), *arguments], cwd=directory, capture_output=True,
-                          text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, timeout=120)  # fmt: skip
-
-
 def test_cfg_prints_the_composition(tmp_path: Path) -> None:
     overrides = ["model=mlp", "seed=3", "name=x", "logger=[tensorboard,wandb]", "optimizer.lr=1e-3"]
-    printed = train("--cfg", "job", "--resolve", *overrides, directory=tmp_path)
-    assert (printed.returncode, printed.stderr) == (0, "")
-    assert yaml.safe_load(printed.stdout) == compose_line(overrides).config
-    assert not list(tmp_path.iterdir())
+    printed = typed("--cfg", "job", "--resolve", *overrides, directory=tmp_path)
+    assert printed.code == 0 and yaml.safe_load(printed.output) == compose_line(overrides).config
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.output"], "the harness's file alone"
 
 
 def test_help_names_every_group_option_and_key(tmp_path: Path) -> None:
-    printed = train("--help", "lr=1", directory=tmp_path)  # whatever else is wrong, help is help
-    assert (printed.returncode, printed.stderr) == (0, "")
+    printed = typed("--help", "lr=1", directory=tmp_path)  # whatever else is wrong, help is help
+    assert printed.code == 0 and [path.name for path in tmp_path.iterdir()] == ["runs.output"], "the harness's file alone"
     for group in groups():
-        assert not options(group) or f"\n  {group}\n" in printed.stdout
+        assert not options(group) or f"\n  {group}\n" in printed.output
         for option in options(group):
-            assert f"    {option} " in printed.stdout or f"  * {option} " in printed.stdout
+            assert f"    {option} " in printed.output or f"  * {option} " in printed.output
     for key in ("seed=0", "trainer.max_steps=null", "trainer.early_stopping.patience=null", "run.root=runs"):
-        assert f"\n  {key} " in printed.stdout
-    assert max(map(len, printed.stdout.splitlines())) <= 120
-    assert not list(tmp_path.iterdir())
+        assert f"\n  {key} " in printed.output
+    assert max(map(len, printed.output.splitlines())) <= 120
 
 
 def test_every_option_and_key_says_what_it_is() -> None:

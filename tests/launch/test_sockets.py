@@ -102,6 +102,7 @@ def print_meetings(port: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_two_steps_of_slurm_with_the_same_port_never_meet(free_port: int) -> None:
     program = f"from tests.launch.test_sockets import print_meetings; print_meetings({free_port})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
