@@ -155,7 +155,7 @@ def begin(
 
 def refused(*words: str) -> str:
     """Return what is said of a line that is refused before the start, with nothing written. It is checked here, without a process."""
-    rehearse = [] if any(word.startswith("rehearse=") for word in words) else ["rehearse=false"]
+    rehearse = [] if any(word.startswith(("rehearse=", "mode=")) for word in words) else ["rehearse=false"]
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()) as said:
         code = admit([*words, *rehearse, f"run.root={folder}/runs"], world_size=None)
         assert code == Exit.CONFIGURATION and not os.listdir(folder), said.getvalue()

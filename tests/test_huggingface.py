@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from framework import load
-from tests.harness import Ended, Says, assert_same_bits, command, finished, once, together
+from tests.harness import Ended, Says, assert_same_bits, command, finished, once, refused, together
 from tests.test_export import copied
 from tests.test_init_from import own_conf
 from tests.test_resume import after_step, crash
@@ -155,11 +155,8 @@ def test_an_adapter_on_a_base_from_a_hub_trains_resumes_and_is_exported_alone(tm
 
 def test_the_names_of_a_base_without_a_prefix_are_refused_with_the_prefix(tmp_path: Path) -> None:
     make("hf gpt2").save_pretrained(tmp_path / "base")
-    refused = command(*RUN, *KINDS["lora"], f"model.init_from={tmp_path / 'base'}", root=tmp_path / "runs")
-    assert refused.code == 78
-    (line,) = refused.output.splitlines()
-    said = "model.init_from: nothing in base fits this model prefix (is it base_model.model.transformer.h.0."
-    assert line == Says(said), line
+    (line,) = refused(*RUN, *KINDS["lora"], f"model.init_from={tmp_path / 'base'}").splitlines()
+    assert line == Says("model.init_from: nothing in base fits this model prefix (is it base_model.model.transformer.h.0.")
 
 
 # --- what is refused
