@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 from framework.runs.report import RunReader, find_runs, write_page
-from tests.harness import command, finished
+from tests.harness import command, finished, refused
 from tests.test_loop import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -445,10 +445,8 @@ def test_without_a_run_there_is_a_line_and_no_page(exists: bool, tmp_path: Path)
     assert not (root / "report.html").exists()
 
 
-def test_what_a_report_does_not_use_is_refused(tmp_path: Path) -> None:
-    ended = command("mode=report", "optimizer.lr=1", "model=mlp", root=tmp_path / "runs")
-    assert ended.code == 78
-    assert ended.output.splitlines() == ["optimizer.lr: does nothing with mode=report (run.root and report.every_s alone)",
+def test_what_a_report_does_not_use_is_refused() -> None:
+    assert refused("mode=report", "optimizer.lr=1", "model=mlp").splitlines() == ["optimizer.lr: does nothing with mode=report (run.root and report.every_s alone)",
                                          "model: does nothing with mode=report (run.root and report.every_s alone)"]  # fmt: skip
 
 
