@@ -16,6 +16,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.s3_server import S3Server
 
+KEEPS_BYTECODE = not sys.dont_write_bytecode
+sys.dont_write_bytecode = False  # while tests are collected: else each process compiles all of them, a quarter of the time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and then it stops no run
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = (
@@ -31,15 +33,9 @@ sys.path.append(MACHINE)
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of this folder, unless this Python has one
 
 LONG = (
-    "test_product",
-    "test_tutorial",
-    "test_rehearsal",
-    "test_conformance",
-    "test_loggers",
-    "test_cuda",
-    "test_extend",
+    "test_product", "test_tutorial", "test_rehearsal", "test_conformance", "test_loggers", "test_cuda", "test_extend",
     "test_loop",
-)
+)  # fmt: skip
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -57,6 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The parts are made by the tests' names, so that each test always is in the same part. Files that take long go first.
     """
+    sys.dont_write_bytecode = not KEEPS_BYTECODE
     seen = Counter[str]()
     for item in items:
         if (quick := item.get_closest_marker("quick")) is not None and item.get_closest_marker("slow") is None:

@@ -32,6 +32,10 @@ class Net(nn.Module):
     def __init__(self, dim: int = 12) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(192, dim), nn.Linear(dim, 10)
+        self.make()
+
+    def make(self) -> None:
+        """Make what a subclass has besides."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(torch.tanh(self.first(x.flatten(1)))))
@@ -77,8 +81,7 @@ class Clock(Net):
 class Forgotten(Net):
     """Moves a buffer that no state dict holds."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.register_buffer("mean", torch.zeros(12), persistent=False)
 
     def middle(self, x: Tensor) -> Tensor:
@@ -90,8 +93,7 @@ class Forgotten(Net):
 class Late(Net):
     """Makes a parameter when it is first called."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.register_parameter("weight", None)
 
     def middle(self, x: Tensor) -> Tensor:
@@ -103,8 +105,7 @@ class Late(Net):
 class Teacher(Net):
     """Averages frozen weights in its forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.teacher = nn.Linear(192, 12).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,8 +124,7 @@ class Dropping(Net):
 class SumsItself(Net):
     """Averages its statistics over all processes itself, as the code of some libraries does."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.register_buffer("mean", torch.zeros(12))
 
     def middle(self, x: Tensor) -> Tensor:
@@ -206,8 +206,7 @@ class Clamped(Net):
 
 
 class LateBuffer(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.register_buffer("mean", None)
 
     def middle(self, x: Tensor) -> Tensor:
@@ -217,8 +216,7 @@ class LateBuffer(Net):
 
 
 class Synchronised(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.norm = nn.SyncBatchNorm(12)
 
     def middle(self, x: Tensor) -> Tensor:
@@ -226,8 +224,7 @@ class Synchronised(Net):
 
 
 class Sparse(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.table = nn.Embedding(4, 12, sparse=True)
 
     def middle(self, x: Tensor) -> Tensor:
@@ -255,8 +252,7 @@ class TrainsOnly(Net):
 class Fixed(Net):
     """Takes micro-batches of 16 only."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.register_buffer("hidden", torch.zeros(16, 12))
 
     def middle(self, x: Tensor) -> Tensor:
@@ -274,8 +270,7 @@ class Added(nn.Sequential):
 class NotByForward(Net):
     """Calls another method of its blocks than forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.blocks = nn.ModuleList(Added(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
 
     def middle(self, x: Tensor) -> Tensor:
@@ -301,8 +296,7 @@ class LayerDrop(Net):
 class Extra(Net):
     """Has an extra state that it reads; `Odd` one that is no plain data."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.scale = {"value": 1.0, "history": torch.zeros(3)}
 
     def get_extra_state(self) -> Any:
@@ -605,8 +599,7 @@ OWN_NUMBERS = np.random.default_rng(0)
 class Rates(Net):
     """Reads numbers in its constructor, as the original code of many vision transformers does."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
 
     def middle(self, x: Tensor) -> Tensor:
@@ -618,8 +611,7 @@ class Rotary(Net):
 
     freqs: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.register_buffer("freqs", torch.polar(torch.ones(6), torch.arange(6.0)), persistent=False)
         self.exact = nn.Linear(12, 12).double()
 
@@ -654,16 +646,14 @@ def scripted() -> nn.Module:
 class Unknown(Net):
     """A plain attribute that is not equal to itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.missing = float("nan")
 
 
 class Hidden2(Net):
     """Keeps an average of itself in a list, where torch does not see it, and uses it in evaluations."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.average = [nn.Linear(12, 12)]
 
     def middle(self, x: Tensor) -> Tensor:
@@ -686,8 +676,7 @@ class Schedule:
 
 
 class Scheduled(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.temperature = Schedule()
 
     def middle(self, x: Tensor) -> Tensor:
@@ -697,8 +686,7 @@ class Scheduled(Net):
 class Closed(Net):
     """Counts in a closure."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         count = 0
 
         def scale() -> float:
@@ -736,8 +724,7 @@ class OfModule(Net):
 class Deep(Net):
     """Keeps what moves deep within, among much that does not."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.bank = {"a": [{"b": {"c": [torch.zeros(1000)]}}]}
 
     def middle(self, x: Tensor) -> Tensor:
@@ -752,8 +739,7 @@ class Calibrated(Net):
 
     largest: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.register_buffer("largest", torch.zeros(()))
 
     def middle(self, x: Tensor) -> Tensor:
@@ -804,8 +790,7 @@ class FreezesStatistics(Net):
 
     steps: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.norm = nn.BatchNorm1d(12)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
@@ -846,8 +831,7 @@ class Stubborn(torch.optim.SGD):
 class ComplexWeight(Net):
     """A weight of complex numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.turn = nn.Parameter(torch.randn(12, 12, dtype=torch.complex64) * 0.1)
 
     def middle(self, x: Tensor) -> Tensor:
@@ -857,8 +841,7 @@ class ComplexWeight(Net):
 class Strided(Net):
     """A weight and a convolution whose memory is laid out otherwise."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.turned = nn.Parameter(torch.randn(12, 12).T)
         self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(12, 12))
         self.conv = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -873,8 +856,7 @@ class Strided(Net):
 class Teacher2(Net):
     """A mean teacher in a list, which begins as its model; its outputs matter after many steps."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.averaged = [copy.deepcopy(self.last)]
 
     def middle(self, x: Tensor) -> Tensor:
@@ -915,8 +897,7 @@ class FreezesLater(Net):
 
     steps: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def middle(self, x: Tensor) -> Tensor:
@@ -949,13 +930,8 @@ class Later(Net):
 
     num_steps: Tensor
 
-    def __init__(self) -> None:
-        super().__init__(dim=12)
-        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
-        self.make()
-
     def make(self) -> None:
-        pass
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
 
     def middle(self, x: Tensor) -> Tensor:
         if self.training:
@@ -981,6 +957,7 @@ class GrowingBuffer(Later):
     history: Tensor
 
     def make(self) -> None:
+        super().make()
         self.register_buffer("history", torch.ones(1, 12))
 
     def later(self, x: Tensor) -> Tensor:
@@ -993,6 +970,7 @@ class LateTeacher(Later):
     """Moves a frozen part of itself in its forward."""
 
     def make(self) -> None:
+        super().make()
         self.teacher = nn.Linear(12, 12).requires_grad_(False)
 
     def later(self, x: Tensor) -> Tensor:
@@ -1009,8 +987,7 @@ def _count(store: dict[str, int], module: nn.Module, args: Any, output: Tensor) 
 class PartialHook(Net):
     """A hook with a dictionary of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.last.register_forward_hook(functools.partial(_count, {}))
 
 
@@ -1029,8 +1006,7 @@ class Static(Net):
 class BehindMuch(Net):
     """A counter that comes after very many objects."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.adjacency = [[number] for number in range(30_000)]
         self.schedule = Schedule()
 
@@ -1041,8 +1017,7 @@ class BehindMuch(Net):
 class OfC(Net):
     """A number of C, which shows no attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.n = ctypes.c_long(0)
 
     def middle(self, x: Tensor) -> Tensor:
@@ -1053,8 +1028,7 @@ class OfC(Net):
 class OfHashes(Net):
     """Depends on the hash of a text, and on the order of a set."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.parts = nn.ModuleDict({name: nn.Linear(12, 12) for name in {"local", "global", "edge", "texture", "colour"}})
         self.scale = 1 + hash("a layer") % 1000 / 1000
 
@@ -1067,8 +1041,7 @@ class OfHashes(Net):
 class TiedByData(Net):
     """Two parameters in one memory: a cast, a restore or a shard would part them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def make(self) -> None:
         self.again = nn.Linear(self.last.in_features, self.last.out_features)
         self.again.weight.data = self.last.weight.data
 
@@ -1076,16 +1049,14 @@ class TiedByData(Net):
 class NumpyWeights(Net):
     """A constructor that draws from numpy and Python, as the run seeds them."""
 
-    def __init__(self, dim: int = 12) -> None:
-        super().__init__(dim)
+    def make(self) -> None:
         with torch.no_grad():
             self.last.weight.mul_(1.0 + random.random())
             self.last.bias.copy_(torch.from_numpy(np.random.randn(10)))
 
 
 class OtherEachTime(Net):
-    def __init__(self, dim: int = 12) -> None:
-        super().__init__(dim)
+    def make(self) -> None:
         with torch.no_grad():
             self.last.bias.copy_(torch.from_numpy(np.random.default_rng().standard_normal(10)))
 
@@ -1119,8 +1090,7 @@ class Observing(Net):
 
     observes: Tensor
 
-    def __init__(self, dim: int = 12) -> None:
-        super().__init__(dim)
+    def make(self) -> None:
         self.register_buffer("observes", torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:

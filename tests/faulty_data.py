@@ -163,18 +163,11 @@ class Epochs:
             raise KeyError("no epoch 2")
         order = np.random.RandomState(seed + epoch).permutation(count)
         kinds = {
-            "shorter": order if epoch < 3 else order[: count // 2],
-            "longer": order[: count // 2] if epoch == 0 else order,
-            "beyond": order + 3,
-            "negative": order - 3,
-            "fractions": order + 0.5,
-            "mask": order > 3,
-            "pairs": np.stack([order, order], axis=1),
-            "none": order if epoch < 2 else None,
-            "raises": order,
-            "list": order.tolist(),
-            "floats": order.astype(float),
-        }
+            "shorter": order if epoch < 3 else order[: count // 2], "longer": order[: count // 2] if epoch == 0 else order,
+            "beyond": order + 3, "negative": order - 3, "fractions": order + 0.5, "mask": order > 3,
+            "pairs": np.stack([order, order], axis=1), "none": order if epoch < 2 else None, "raises": order,
+            "list": order.tolist(), "floats": order.astype(float),
+        }  # fmt: skip
         return kinds[self.kind]
 
 

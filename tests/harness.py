@@ -2,6 +2,7 @@
 
 import fnmatch
 import gc
+import io
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,12 @@ import framework.modes.train
 import framework.parallel.parallelize
 import framework.preflight.rehearsal
 import framework.runs.provenance
-from framework.cli.run import checked_line, start
+from framework.cli.run import admit, checked_line, start
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
 from framework.config.schema import RunConfig
-from framework.data import loader
 from framework.runs.metrics_file import MACHINE
+from framework.runtime.exits import Exit
 from framework.runtime.torch_compiler import import_dynamo
 from train import main
 
@@ -95,11 +96,6 @@ def together(*acts: Callable[[], None]) -> Callable[[], None]:
     return plant
 
 
-def with_loader_processes() -> None:
-    """Have images in memory fetched by loader processes too, as those that an author's own transform changes."""
-    loader.is_vectorised = lambda method: False
-
-
 def files_below(root: Path, pattern: str) -> list[Path]:
     """Return the files below `root` of such names, also while a run deletes there (pathlib's `**` fails at that before Python 3.13)."""
     return sorted(Path(folder, name) for folder, _, names in os.walk(root) for name in fnmatch.filter(names, pattern))
@@ -155,6 +151,15 @@ def begin(
     process = _FORK.Process(target=_child, args=(line, _output(root), before, leave, with_curves, run))
     process.start()
     return process
+
+
+def refused(*words: str) -> str:
+    """Return what is said of a line that is refused before the start, with nothing written. It is checked here, without a process."""
+    rehearse = [] if any(word.startswith(("rehearse=", "mode=")) for word in words) else ["rehearse=false"]
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()) as said:
+        code = admit([*words, *rehearse, f"run.root={folder}/runs"], world_size=None)
+        assert code == Exit.CONFIGURATION and not os.listdir(folder), said.getvalue()
+    return said.getvalue()
 
 
 def compose_once(overrides: Sequence[str]) -> None:
@@ -250,26 +255,39 @@ def once(*overrides: str, **options: Any) -> Ended:
     return _ONCE[key]
 
 
+def around(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Put `call` in the place of `owner.name`, which it is given before its arguments."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: call(original, *args, **kwargs))
+
+
+def before_each(owner: Any, name: str, act: Callable[..., object]) -> None:
+    """Let each call of `owner.name` begin with `act`, which is given its arguments."""
+    around(owner, name, lambda original, *args, **kwargs: (act(*args, **kwargs), original(*args, **kwargs))[1])
+
+
+def after_each(owner: Any, name: str, act: Callable[..., object]) -> None:
+    """Let each call of `owner.name` end with `act`, which is given its arguments."""
+    around(owner, name, lambda original, *args, **kwargs: (original(*args, **kwargs), act(*args, **kwargs))[0])
+
+
 def note_steps() -> None:
     """Let each Forward note as `latest` the step, from 0, that it was last seeded for in training."""
     from framework.engine.forward import Forward
 
-    original = Forward.seed_draws
-
-    def seed_draws(self: Forward, *, step: int | None, **others: Any) -> None:
+    def seed_draws(forward: Any, *, step: int | None, **_: Any) -> None:
         if step is not None:
-            self.latest = step  # type: ignore[attr-defined]
-        original(self, step=step, **others)
+            forward.latest = step
 
-    Forward.seed_draws = seed_draws  # type: ignore[method-assign]
+    before_each(Forward, "seed_draws", seed_draws)
 
 
-def exact_rows(ended: Ended) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without what a clock or the machine has measured."""
+def exact_rows(ended: Any) -> list[dict[str, Any]]:
+    """Return the rows of a command (Ended), or of forked ranks (Trained), without what a clock or the machine has measured."""
     return [{key: value for key, value in row.items() if key not in MACHINE} for row in ended.rows]
 
 
-def assert_same_bits(actual: Ended, expected: Ended) -> None:
+def assert_same_bits(actual: Any, expected: Any) -> None:
     """The same rows and bit-identical parameters."""
     assert exact_rows(actual) == exact_rows(expected)
     mine, theirs = actual.weights, expected.weights
@@ -278,14 +296,21 @@ def assert_same_bits(actual: Ended, expected: Ended) -> None:
         assert torch.equal(mine[name], theirs[name]), f"{name} differs by {(mine[name] - theirs[name]).abs().max()}"
 
 
-def assert_close(actual: Ended, expected: Ended, *, tolerance: float = 1e-10) -> None:
+def assert_close(actual: Any, expected: Any, *, tolerance: float = 1e-10) -> None:
     """The same rows and parameters, up to `tolerance` (relative to the larger of the value and 1)."""
     mine, theirs = exact_rows(actual), exact_rows(expected)
     assert [(row["step"], row["split"]) for row in mine] == [(row["step"], row["split"]) for row in theirs]
     for one, other in zip(mine, theirs):
-        assert one.keys() == other.keys()
-        for key in one.keys() - {"split"}:
-            assert abs(one[key] - other[key]) <= tolerance * max(1.0, abs(other[key])), (key, one, other)
+        assert one.keys() == other.keys(), one.keys() ^ other.keys()
+        for key in one:
+            assert _is_close(one[key], other[key], tolerance), (key, one, other)
     for name, tensor in expected.weights.items():
         difference = (actual.weights[name].double() - tensor.double()).abs() / tensor.double().abs().clamp(min=1.0)
         assert difference.max() <= tolerance, f"{name} differs by {difference.max()}"
+
+
+def _is_close(one: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(other, list):
+        return len(one) == len(other) and all(_is_close(*pair, tolerance) for pair in zip(one, other))
+    is_number = not isinstance(other, str | None) and one is not None
+    return bool(abs(one - other) <= tolerance * max(1.0, abs(other)) if is_number else one == other)

@@ -1,6 +1,5 @@
 """Whole trainings in forked ranks: straight, and with a stop in the middle, for tests/test_product.py."""
 
-import re
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -9,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from framework.build.training import Builder
@@ -31,7 +29,7 @@ class Trained:
     """The results of a training: its rows without what a clock has measured, and its final weights on rank 0."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # that parts have written
 
 
@@ -46,6 +44,7 @@ def trained(line: list[str], *, ranks: int, root: Path, stops: Sequence[int | No
         rows = on_ranks(ranks, partial(_train, config=config, stop=stop), scratch=_new(root))[0].rows if stop else []
         results.append(on_ranks(ranks, partial(_train, config=config, stop=None), scratch=_new(root))[0])
         results[-1].rows[:0] = rows
+        results[-1].weights = {name: torch.from_numpy(array) for name, array in results[-1].weights.items()}
     return results
 
 
@@ -83,36 +82,3 @@ def _train(world: World, config: RunConfig, stop: int | None) -> Trained:
     samples = Path(config.run.dir, "samples")
     result.texts = {path.name: path.read_text() for path in samples.glob("*.txt")} if world.rank == 0 else {}
     return result
-
-
-def assert_same_bits(actual: Trained, expected: Trained) -> None:
-    assert actual.rows == expected.rows and actual.texts == expected.texts
-    assert actual.weights.keys() == expected.weights.keys()
-    for name, tensor in expected.weights.items():
-        assert np.array_equal(actual.weights[name], tensor), name
-
-
-def assert_close(actual: Trained, expected: Trained, *, tolerance: float = 1e-9) -> None:
-    """The same rows, with the parts' columns, and weights, up to `tolerance` (relative to the larger of the value and 1)."""
-    assert len(actual.rows) == len(expected.rows) and actual.texts == expected.texts
-    for mine, theirs in zip(actual.rows, expected.rows):
-        assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
-        for key, value in theirs.items():
-            assert _is_close(mine[key], value, tolerance), (key, mine[key], value, theirs["step"])
-    assert actual.weights.keys() == expected.weights.keys() and expected.weights
-    for name, tensor in expected.weights.items():
-        difference = np.abs(actual.weights[name] - tensor) / np.maximum(np.abs(tensor), 1.0)
-        assert difference.max() <= tolerance, f"{name} differs by {difference.max()}"
-
-
-def _is_close(one: Any, other: Any, tolerance: float) -> bool:
-    if other is None or one is None:
-        return one is other
-    if isinstance(other, list):
-        return len(one) == len(other) and all(_is_close(*pair, tolerance) for pair in zip(one, other))
-    return bool(one == other if isinstance(other, str) else abs(one - other) <= tolerance * max(1.0, abs(other)))
-
-
-def words_in(text: str, words: str) -> bool:
-    """Return whether a text has these words in this order."""
-    return re.search(".*".join(re.escape(word) for word in words.split() if word != "..."), text, re.DOTALL) is not None

@@ -224,13 +224,9 @@ def test_a_column_is_of_the_samples_and_not_what_the_dataset_calls_alike() -> No
 
 def test_a_damaged_sample_is_named_and_skipped_only_if_asked(tmp_path: Path) -> None:
     line = [
-        *RUN,
-        *MAP,
-        "+dataset.train.damaged=17",
-        "+dataset.val._target_=tests.test_any_data.Pictures",
-        "trainer.max_steps=9",
+        *RUN, *MAP, "+dataset.train.damaged=17", "+dataset.val._target_=tests.test_any_data.Pictures", "trainer.max_steps=9",
         "launch.max_restarts=0",
-    ]
+    ]  # fmt: skip
     line = [
         *(word.replace("+dataset.val._target_", "dataset.val._target_") for word in line),
         "dataset.test._target_=tests.test_any_data.Pictures",

@@ -52,12 +52,9 @@ def test_a_mean_over_tokens_is_that_over_the_whole_global_batch() -> None:
 # --- steps of a task's own
 
 STEPS = {
-    "Consistency": [],
-    "Contrastive": ["checkpoint.monitor=val/loss"],
-    "Distillation": [],
-    "SelfDistillation": ["trainer.ema_decay=0.9"],
-    "GradientPenalty": ["precision=fp64"],
-}
+    "Consistency": [], "Contrastive": ["checkpoint.monitor=val/loss"], "Distillation": [],
+    "SelfDistillation": ["trainer.ema_decay=0.9"], "GradientPenalty": ["precision=fp64"],
+}  # fmt: skip
 WHOLE = "the task has its own step"
 REFUSED = {
     **{(task, strategy): WHOLE for task in STEPS for strategy in ("pipeline", "ddp+pp", *CONTEXTS)},
@@ -72,13 +69,9 @@ QUICK = [cell for cell in CELLS if cell[:2] in [("Consistency", "auto"), ("Contr
 
 def own_step(task: str) -> list[str]:
     return [
-        *RUN,
-        *SMALL,
-        "optimizer.eps=1e-4",
-        "model._target_=tests.trainings.Net",
-        f"task._target_=tests.trainings.{task}",
+        *RUN, *SMALL, "optimizer.eps=1e-4", "model._target_=tests.trainings.Net", f"task._target_=tests.trainings.{task}",
         *STEPS.get(task, []),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.quick(2)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from framework.parallel import invariant
 from framework.parallel.invariant import TreeSum
-from tests.harness import Ended, Says, command, exact_rows, finished, once
+from tests.harness import Ended, command, exact_rows, finished, once
 from tests.product import trained
 from tests.test_conformance import SMALL, TOKENS
 from tests.test_resume import after_step, preempt
@@ -76,22 +76,6 @@ def test_without_it_the_bits_depend_on_the_number_of_processes(tmp_path: Path) -
     assert digest(finished(*line, root=tmp_path / "runs")) != digest(one("cnn"))
 
 
-@pytest.mark.quick(3)
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (["micro_batch_size=null"], "micro_batch_size: null ... invariance=bitwise"),
-        (["parallel=fsdp"], "invariance: bitwise ... parallel=single"),
-        (["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm: true ... invariance=bitwise"),
-        (["parallel=ddp", "parallel.compression=int8"], "parallel.hook: extras.compression.hooks.Int8"),
-    ],
-)  # fmt: skip
-def test_what_cannot_promise_it_is_refused(line: list[str], problem: str, tmp_path: Path) -> None:
-    refused = command(*LINES["cnn"], *line, root=tmp_path / "runs")
-    assert refused.code == 78
-    assert refused.output == Says(problem)
-
-
 def in_order(leaves: list[torch.Tensor]) -> torch.Tensor:
     """The sum along the tree, written down."""
     if len(leaves) == 1:
@@ -150,14 +134,9 @@ def test_no_rank_sends_or_receives_more_sums_than_the_logarithm_of_the_leaves(
 
 def test_an_evaluation_has_the_same_bits_however_large_its_sums_are(tmp_path: Path) -> None:
     line = [
-        *RUN,
-        *SMALL,
-        "model=mlp",
-        "model.dim=4",
-        "task._target_=tests.faulty.Large",
-        "precision=fp64",
+        *RUN, *SMALL, "model=mlp", "model.dim=4", "task._target_=tests.faulty.Large", "precision=fp64",
         "trainer.eval_every=1",
-    ]
+    ]  # fmt: skip
     rows = [
         trained([*line, "parallel=ddp"], ranks=ranks, root=tmp_path / str(ranks), stops=[None])[0].rows for ranks in (1, 2, 3)
     ]

@@ -22,6 +22,7 @@ from framework.main import init, with_mode
 from framework.runtime.exits import Exit
 from framework.runtime.program import typed_override
 from tests.harness import Says, typed
+from tests.terminal import show
 from tests.test_malformed import REPOSITORY
 
 TRAIN = f"{sys.executable} {REPOSITORY / 'train.py'}"
@@ -116,60 +117,23 @@ runpy.run_path({str(REPOSITORY / "train.py")!r}, run_name="__main__")
     assert done.returncode == 1
 
 
-@pytest.mark.slow
-def test_a_run_says_where_its_things_are_first_and_last(tmp_path: Path) -> None:
-    done = shell(f"train {TINY}; train {TINY}", directory=tmp_path)
-    (directory,) = tmp_path.glob("runs/*/*")
-    where = directory.relative_to(tmp_path)
-    assert done.stderr.splitlines()[0].endswith(f" steps on 1 x cpu, in {where}")
-    told = f"finished: model.safetensors, metrics.jsonl and curves.png are in {where}"
-    assert told in done.stderr.splitlines()
-    for name in re.findall(r"\w+\.\w+", told):
-        assert (directory / name).is_file()
-    assert f"finished already, at step 2: {where}" in done.stderr.splitlines()
-
-
-def on_a_terminal(line: str, *, directory: Path, columns: int = 100, **env: str) -> str:
-    """Return what a terminal gets of a line of bash."""
-    run = f"unset COLUMNS; stty cols {columns}; {TRAIN} {line}"
-    leader, follower = pty.openpty()
-    with subprocess.Popen(
-        ["bash", "-c", run], cwd=directory, env=os.environ | env, stdin=follower, stdout=follower, stderr=follower
-    ):
-        os.close(follower)
-        printed = b""
-        while chunk := _read(leader):
-            printed += chunk
-    os.close(leader)
-    return printed.decode()
-
-
-def _read(leader: int) -> bytes:
-    try:
-        return os.read(leader, 4096)
-    except OSError:  # the last process has closed it
-        return b""
-
-
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @pytest.mark.slow
 def test_no_colour_but_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
-    assert not COLOUR.search(on_a_terminal(TINY, directory=tmp_path, NO_COLOR="1", TERM="xterm"))
+    shown = show(["bash", "-c", f"NO_COLOR=1 {TRAIN} {TINY}"], directory=tmp_path, columns=100)
+    assert shown.code == 0 and not COLOUR.search(shown.received.decode())
     done = shell(f"train {TINY} seed=9", directory=tmp_path, FORCE_COLOR="1")
     assert "\x1b" not in done.stdout + done.stderr
 
 
 # What is typed before the Tab key, and what the shell then has on its line or below it.
 COMPLETIONS = {
-    "model=re": "model=resnet",
-    "experiment=imagenet_": "experiment=imagenet_resnet50",
-    "optimiz": "optimizer=",
-    "trainer.max_st": "trainer.max_steps=",
-    "model=vit model.pat": "model.patch_size=",
+    "model=re": "model=resnet", "experiment=imagenet_": "experiment=imagenet_resnet50", "optimiz": "optimizer=",
+    "trainer.max_st": "trainer.max_steps=", "model=vit model.pat": "model.patch_size=",
     "-m seed=1,2 parallel=param": "parallel=parameter-server",
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -196,9 +160,6 @@ def _typed(leader: int, keys: str, *, until: str) -> None:
     while until not in printed:
         assert select.select([leader], [], [], max(0.0, deadline - time.monotonic()))[0], f"no {until!r} in {printed!r}"
         printed += os.read(leader, 4096).decode()
-
-
-HYDRA = [sys.executable, "-c", "import hydra"]
 
 
 def test_help_of_the_installed_command_names_no_train_py(monkeypatch: pytest.MonkeyPatch) -> None:

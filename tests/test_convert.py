@@ -62,13 +62,9 @@ def test_the_weights_are_found_by_their_structure(data: Callable[[], Any], lines
 def test_tied_strided_and_old_files_are_written_whole(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).view(3, 4)
     data = {
-        "a": matrix,
-        "b": matrix,
-        "part": matrix[1:, ::2],
-        "turned": matrix.t(),
-        "half": matrix.bfloat16(),
+        "a": matrix, "b": matrix, "part": matrix[1:, ::2], "turned": matrix.t(), "half": matrix.bfloat16(),
         "count": torch.tensor(3),
-    }
+    }  # fmt: skip
     for number, options in enumerate([{}, {"_use_new_zipfile_serialization": False}]):
         torch.save(data, tmp_path / f"{number}.bin", **options)
         out = f"out_{number}.safetensors"
@@ -102,32 +98,8 @@ class Own(nn.Module):
     pass
 
 
-def hostile(path: Path) -> None:
-    torch.save({"weight": torch.zeros(2), "more": Payload(path.with_name("touched"))}, path)
-
-
-def old_and_hostile(path: Path) -> None:
-    torch.save({"more": Payload(path.with_name("touched"))}, path, _use_new_zipfile_serialization=False)
-
-
-def bare_pickle(path: Path) -> None:
-    path.write_bytes(pickle.dumps(Payload(path.with_name("touched")), protocol=2))
-
-
-def whole_module(path: Path) -> None:
-    torch.save(Own(), path)
-
-
-def expanded(path: Path) -> None:
-    torch.save({"weight": torch.zeros(1).expand(1 << 40)}, path)
-
-
-def script(path: Path) -> None:
-    torch.jit.script(nn.Linear(2, 2)).save(path)
-
-
-def text(path: Path) -> None:
-    path.write_text("hello")
+def payload(path: Path) -> Payload:
+    return Payload(path.with_name("touched"))
 
 
 def truncated(path: Path) -> None:
@@ -135,17 +107,24 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:700])
 
 
+CODE = "needs more than weights: posix.system nothing was"
+DAMAGED = "is not a file of torch.save, or is damaged"
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (hostile, "needs more than weights: posix.system nothing was"),
-        (old_and_hostile, "needs more than weights: posix.system nothing was"),
-        (bare_pickle, "needs more than weights: posix.system nothing was"),
-        (whole_module, "needs more than weights: Own torch.save() its state_dict()"),
-        (expanded, "has weight, which has more values than the file"),
-        (script, "is a TorchScript program"),
-        (text, "is not a file of torch.save, or is damaged"),
-        (truncated, "is not a file of torch.save, or is damaged"),
+        (lambda path: torch.save({"weight": torch.zeros(2), "more": payload(path)}, path), CODE),
+        (lambda path: torch.save({"more": payload(path)}, path, _use_new_zipfile_serialization=False), CODE),
+        (lambda path: path.write_bytes(pickle.dumps(payload(path), protocol=2)), CODE),
+        (lambda path: torch.save(Own(), path), "needs more than weights: Own torch.save() its state_dict()"),
+        (
+            lambda path: torch.save({"weight": torch.zeros(1).expand(1 << 40)}, path),
+            "has weight, which has more values than the file",
+        ),
+        (lambda path: torch.jit.script(nn.Linear(2, 2)).save(path), "is a TorchScript program"),
+        (lambda path: path.write_text("hello"), DAMAGED),
+        (truncated, DAMAGED),
         (lambda path: torch.save([torch.zeros(2)], path), "has no named tensors"),
         (
             lambda path: torch.save({"a": torch.zeros(2).to_sparse()}, path),

@@ -78,29 +78,6 @@ def on_both(**options: Any) -> list[Any]:
     return [batches(**options, device=device) for device in ("cpu", "cuda:0")]
 
 
-def interrupted(line: list[str]) -> list[dict[str, Any]]:
-    """Return the training rows of a run that goes on from its checkpoint after an error in step 7."""
-    import json
-
-    from train import main
-
-    take, has_failed = Trainer.take, False
-
-    def fail_once(trainer: Trainer, step: Step) -> None:
-        nonlocal has_failed
-        if trainer.progress.step == 6 and not has_failed:
-            has_failed = True
-            raise RuntimeError("planted")
-        take(trainer, step)
-
-    Trainer.take = fail_once  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as folder:
-        codes = [main([*RUN, *line, "checkpoint.every=4", f"run.dir={folder}/run"]) for _ in range(2)]
-        assert codes == [1, 0]
-        texts = Path(folder, "run/metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, texts) if row["split"] == "train"]
-
-
 def batches(*, augment: bool, num_workers: int, device: str, is_plain: bool) -> list[Any]:
     """Return the inputs of three steps of two micro-batches, on the CPU, and what was counted while they were made."""
     dataset = Digits(augment=augment, num_workers=num_workers)
@@ -247,13 +224,6 @@ def test_what_rank_0_has_moved_and_which_gradients_exist_no_host_asks_a_device(l
 
 
 @pytest.mark.slow
-def test_a_step_under_fsdp_waits_for_nothing() -> None:
-    """Its streams are FSDP's own: what they wait for is not judged here."""
-    counted = call(steps, line=[*TOKENS, "parallel=fsdp"])
-    assert [sum(step["waits"].values()) for step in counted] == [0, 0, 1, 0, 0, 0, 0, 1], counted
-
-
-@pytest.mark.slow
 def test_what_must_decide_in_a_step_waits_once() -> None:
     for line in (["trainer.divergence.action=skip"], ["precision=fp16"], ["invariance=bitwise", "micro_batch_size=32"]):
         counted = call(steps, line=["model=mlp", "dataset=digits", *line])
@@ -284,17 +254,6 @@ def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:
     for one, other in zip(here["rows"], there["rows"], strict=True):
         assert one["split"] == other["split"] and one["loss"] == pytest.approx(other["loss"], rel=1e-6)
     assert sum(row["forward_backward_s"] for row in there["rows"] if row["split"] == "train") > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["muon", "adamw", "sgd"])
-def test_a_run_on_a_device_goes_on_from_its_checkpoint(optimizer: str) -> None:
-    line = ["model=mlp", "dataset=digits", f"optimizer={optimizer}", "rehearse=false", "trainer.log_every=3"]
-    whole = [row for row in call(whole_run, line=line, device="cuda:0")["rows"] if row["split"] == "train"]
-    continued = call(interrupted, line=line)
-    assert [(row["step"], row["loss"], row["grad_norm"]) for row in continued] == [
-        (row["step"], row["loss"], row["grad_norm"]) for row in whole
-    ]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from framework.runtime.environment import Environment
 from framework.runtime.exits import Unfit, headline, is_lost_peer, is_timeout
 from framework.runtime.program import keep_cuda_for_children
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
-from tests.harness import checked, command
+from tests.harness import around, checked, command
 from tests.test_conformance import SMALL
 
 
@@ -157,12 +157,6 @@ def test_on_the_cpu_no_process_is_started_for_each_device(cuda: Callable[[int], 
     assert checked("parallel=ddp", "device=cpu", "launch.nproc_per_node=6").launch.num_processes == 6
 
 
-def test_how_a_run_computes_is_not_what_it_computes(cuda: Callable[[int], None]) -> None:
-    cuda(1)
-    ids = {checked(*line).run.id for line in ([], ["device=cpu"], ["device=cuda"], ["trainer.deterministic=true"])}
-    assert len(ids) == 1
-
-
 # --- of all processes
 
 
@@ -189,12 +183,10 @@ def test_all_processes_have_one_kind_of_device(kinds: list[str]) -> None:
 
 def test_a_run_whose_processes_differ_ends_at_once_on_all_of_them(tmp_path: Path) -> None:
     def differ() -> None:
-        plain = world.require_one_kind
-
-        def one_kind(kind: str, store: dist.Store, **others: Any) -> None:
+        def one_kind(plain: Any, kind: str, store: dist.Store, **others: Any) -> None:
             plain("cuda" if Environment.read().rank == 1 else kind, store, **others)
 
-        world.require_one_kind = one_kind  # type: ignore[assignment]
+        around(world, "require_one_kind", one_kind)
 
     ended = command(
         *SMALL, "model=mlp", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=false", root=tmp_path, before=differ

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,8 @@ from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
 from framework.modes import load_run as restored
 from framework.runtime.lock import Lock
-from tests.harness import Ended, begin, command, end, finished, once, typed, wait_for_checkpoint
+from tests.harness import Ended, before_each, begin, command, end, finished, once, typed, wait_for_checkpoint
 from tests.test_conformance import FOR_EXPERTS, layouts
-from tests.test_layout import ROOT
 
 # tied weights, an average of the weights that is what is evaluated, splits that no world size divides
 RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=40", "dataset.num_val=11",
@@ -136,17 +133,6 @@ def test_nothing_of_the_run_is_changed_and_the_result_is_printed(tmp_path: Path)
     assert [names.index(name) for name in ("split", "checkpoint")] == [values.index(text) for text in ("test", "step_")]
 
 
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "train.py")]
-    line += ["mode=eval", f"run.dir={run().directory}", "parallel=fsdp"]
-    done = subprocess.run(line, cwd=tmp_path, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    row = json.loads((run().directory / "evaluations.jsonl").read_text().splitlines()[-1])
-    assert row["world_size"] == 2
-    assert_equal(row, measured(run(), step=10, split="test"))
-
-
 # --- while the run goes on
 
 
@@ -164,13 +150,7 @@ def test_a_run_is_evaluated_while_it_trains(tmp_path: Path) -> None:
 
 
 def delete_before_loading() -> None:
-    original = restored.load_evaluated
-
-    def load(path: Path, **options: Any) -> None:
-        shutil.rmtree(path)
-        original(path, **options)
-
-    restored.load_evaluated = load
+    before_each(restored, "load_evaluated", lambda path, **_: shutil.rmtree(path))
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(tmp_path: Path) -> None:
@@ -186,18 +166,6 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(tmp_path
 def spoil_configuration(run: Path) -> None:
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("lr: 0.02", "lr: 0.03"))
-
-
-def remove_configuration(run: Path) -> None:
-    (run / "config.yaml").unlink()
-
-
-def remove_checkpoints(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints")
-
-
-def remove_weights(run: Path) -> None:
-    (run / "model.safetensors").unlink()
 
 
 def link_the_result_elsewhere(run: Path) -> None:
@@ -223,10 +191,15 @@ def leave(run: Path) -> None:
         (leave, "eval.split=tst", 78, "eval.split: 'tst' is not valid (one of train, val, test; did you mean test?)"),
         (leave, "parallel=tensor launch.nproc_per_node=3", 78, "parallel.tensor: 3: does not divide the 16 features"),
         (leave, "run.checkpoint=lst", 65, "(last, best, final, a path, or a step (the run has: 2, 4, 6, 8, 10))"),
-        (remove_configuration, "", 65, "is not a run: there is no config.yaml"),
+        (lambda run: (run / "config.yaml").unlink(), "", 65, "is not a run: there is no config.yaml"),
         (spoil_configuration, "", 65, "config.yaml has changed since the run wrote it: its hash differs"),
-        (remove_checkpoints, "", 65, "run.checkpoint: last, but there is no "),
-        (remove_weights, "run.checkpoint=final", 65, "run.checkpoint: final, but there is no "),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "", 65, "run.checkpoint: last, but there is no "),
+        (
+            lambda run: (run / "model.safetensors").unlink(),
+            "run.checkpoint=final",
+            65,
+            "run.checkpoint: final, but there is no ",
+        ),
         (link_the_result_elsewhere, "", 65, "evaluations.jsonl is not a plain file"),
     ],
 )
@@ -296,13 +269,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def signal_in_the_middle() -> None:
-    original = evaluate.measure
-
-    def measure(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
-    evaluate.measure = measure
+    before_each(evaluate, "measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

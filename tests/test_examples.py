@@ -16,16 +16,9 @@ from tests.test_resume import after_step, crash, preempt
 SMALL = ["precision=fp64", "trainer.max_epochs=null", "trainer.max_steps=4", "trainer.log_every=1", "trainer.eval_every=2",
          "checkpoint.every=2", "global_batch_size=12", "micro_batch_size=3", "rehearse=false"]  # fmt: skip
 EXAMPLES: dict[str, list[str]] = {
-    "gan": [],
-    "simclr": [],
-    "distillation": [],
-    "self_distillation": [],
-    "policy_gradient": ["task.longest=6"],
-    "segmentation": [],
-    "lora_gpt2": [],
-    "streamed_lm": [],
-    "remote_embedding": ["trainer.limit_batches=2"],
-}
+    "gan": [], "simclr": [], "distillation": [], "self_distillation": [], "policy_gradient": ["task.longest=6"],
+    "segmentation": [], "lora_gpt2": [], "streamed_lm": [], "remote_embedding": ["trainer.limit_batches=2"],
+}  # fmt: skip
 PROCESSES = {
     "one": [],
     "ddp 2": ["parallel=ddp", "launch.nproc_per_node=2"],

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from framework.build import components
 from framework.config.folders import options
-from tests.harness import Ended, command, finished, once
+from tests.harness import Ended, command, finished, once, refused
 from tests.test_conformance import IMAGES, MODELS, SMALL
 from tests.test_unpickling import note_unpickling
 
@@ -176,6 +176,5 @@ def test_without_onnx_there_are_the_others_and_a_line(tmp_path: Path) -> None:
         ("eval.split=val", "eval.split: cannot be given to mode=export"),
     ],
 )
-def test_what_is_wrong_is_said(line: str, said: str, tmp_path: Path) -> None:
-    refused = command("mode=export", f"run.dir={run('mlp').directory}", line, root=tmp_path / "none")
-    assert refused.code == 78 and said in refused.output
+def test_what_is_wrong_is_said(line: str, said: str) -> None:
+    assert said in refused("mode=export", f"run.dir={run('mlp').directory}", line)

@@ -77,6 +77,7 @@ def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) 
         assert written == [[str(row[name]) for name in ("step", "split", "loss")] for row in rows]
 
 
+@pytest.mark.slow
 def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
     (script,) = (text for language, text in blocks(PAGE) if language == "python" and "from framework import" in text)
     environment = steadfast(tmp_path / "bin") | {"PYTHONPATH": f"{ROOT}:{MACHINE}"}

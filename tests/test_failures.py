@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +17,16 @@ from framework.checkpoint.store import CheckpointStore
 from framework.data.synthetic import Synthetic
 from framework.engine.engine import Engine
 from framework.runtime.environment import Environment
-from tests.harness import assert_same_bits, command, finished
+from tests.harness import around, assert_same_bits, before_each, command, finished
 from tests.test_resume import RUN, STRATEGIES
 
 
 def plant_error(rank: int) -> None:
-    original = Engine.train
-
-    def train(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+    def train(engine: Engine, step: Any, *, index: int, **_: Any) -> None:
         if index == 5 and Environment.read().rank == rank:
             raise LookupError("the planted fault\nwith a second line")
-        return original(self, step, index=index, **options)
 
-    Engine.train = train  # type: ignore[method-assign]
+    before_each(Engine, "train", train)
 
 
 @pytest.mark.quick(1)
@@ -56,14 +54,12 @@ def test_an_error_that_comes_again_is_not_tried_a_third_time(tmp_path: Path) -> 
 
 def plant_abort() -> None:
     """Rank 1 aborts at step 5, as gloo does where the ranks' collectives differ."""
-    original = Engine.train
 
-    def train(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+    def abort(engine: Engine, step: Any, *, index: int, **_: Any) -> None:
         if index == 5 and Environment.read().rank == 1:
             os.abort()
-        return original(self, step, index=index, **options)
 
-    Engine.train = train  # type: ignore[method-assign]
+    before_each(Engine, "train", abort)
 
 
 def test_nor_is_a_library_that_aborts_again(tmp_path: Path) -> None:
@@ -75,15 +71,13 @@ def test_nor_is_a_library_that_aborts_again(tmp_path: Path) -> None:
 
 
 def plant_nan(rank: int, step: int) -> None:
-    original = Engine.train
-
-    def train(self, batch, *, index, **options):  # type: ignore[no-untyped-def]
+    def train(original: Any, engine: Engine, batch: Any, *, index: int, **options: Any) -> Any:
         if index == step and Environment.read().rank == rank:
             poisoned = [m._replace(inputs=torch.full_like(m.inputs, float("nan"))) for m in batch.micro_batches]
             batch = batch._replace(micro_batches=poisoned)
-        return original(self, batch, index=index, **options)
+        return original(engine, batch, index=index, **options)
 
-    Engine.train = train  # type: ignore[method-assign]
+    around(Engine, "train", train)
 
 
 @pytest.mark.quick(1)
@@ -102,31 +96,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint_of_it(
         assert state["progress"]["step"] == int(name[-8:])
 
 
-def plant_broken_data() -> None:
-    def load(self: Synthetic, split: str) -> None:
-        raise ValueError("dataset.root: the planted broken file")
-
-    Synthetic.load = load  # type: ignore[method-assign,assignment]
-
-
-def test_data_that_cannot_be_loaded_ends_the_run_at_once(tmp_path: Path) -> None:
-    line = [*RUN, *STRATEGIES["ddp 2"], "launch.max_restarts=0"]
-    failed = command(*line, root=tmp_path / "runs", before=plant_broken_data, timeout_s=30)
-    assert failed.code == 1
-    assert "ValueError: dataset.root: the planted broken file" in failed.output
-
-
 def from_the_first_save(act: Callable[[], object]) -> Callable[[], None]:
-    def plant() -> None:
-        save = CheckpointStore.save
-
-        def limited(*args, **kwargs):  # type: ignore[no-untyped-def]
-            act()
-            return save(*args, **kwargs)
-
-        CheckpointStore.save = limited  # type: ignore[method-assign]
-
-    return plant
+    return lambda: before_each(CheckpointStore, "save", lambda *_, **__: act())
 
 
 def let_no_file_grow() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from extras.parts.lr_range import LRRange
-from tests.harness import Says, assert_close, command, finished
+from tests.harness import assert_close, finished
 from tests.test_conformance import MODELS, RUN
 
 TOKENS = [*RUN, *MODELS["gpt, tied"]]
@@ -32,21 +32,6 @@ def test_overfitting_trains_and_evaluates_on_the_same_few_samples(tmp_path: Path
     assert losses["val"] == losses["test"] and losses["val"] < 0.5 < finished(*TOKENS, root=tmp_path / "all").rows[-1]["loss"]
     many = finished(*line, "parallel=fsdp", "launch.nproc_per_node=2", root=tmp_path / "two")
     assert_close(many, ended, tolerance=1e-6)  # sixty steps
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (["trainer.limit_batches=0"], "trainer.limit_batches: 0 is ..."),
-        (
-            ["trainer.limit_batches=1", "trainer.overfit_batches=1"],
-            "trainer.limit_batches: cannot be given together with trainer.overfit_batches ...",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(line: list[str], said: str, tmp_path: Path) -> None:
-    refused = command(*TOKENS, *line, root=tmp_path / "runs")
-    assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
 
 
 def test_the_range_test_finds_where_the_loss_falls_fastest(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """precision=float8: refused where it cannot be, and which layers it converts. These tests run it on no GPU: benchmarks/gpu.sh does."""
 
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,26 +13,20 @@ from framework.modules.float8 import convert_linear, float8_fault, multiply_in_f
 from framework.preflight.rules import float8_has_its_devices
 from framework.runtime.exits import Unfit
 from models.gpt import GPT
-from tests.harness import Says, command
+from tests.harness import Says, refused
 from tests.test_conformance import MODELS
 
 CUDA = torch.device("cuda", 0)
-Find = Callable[[str], object]
 
 
-def test_a_cpu_is_refused_before_the_start(tmp_path: Path) -> None:
-    refused = command(*MODELS["gpt, tied"], "precision=float8", "device=cpu", root=tmp_path / "runs")
-    assert refused.code == 78 and refused.output == Says("precision: float8 ... 8.9 ... (bf16)")
-    assert not list((tmp_path / "runs").iterdir())
+def test_a_cpu_is_refused_before_the_start() -> None:
+    assert refused(*MODELS["gpt, tied"], "precision=float8", "device=cpu") == Says("precision: float8 ... 8.9 ... (bf16)")
 
 
-def test_layers_cut_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def plant() -> None:
-        monkeypatch.setattr("framework.modules.float8.float8_fault", lambda devices: None)
-
+def test_layers_cut_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.modules.float8.float8_fault", lambda devices: None)
     line = [*MODELS["gpt, tied"], "precision=float8", "parallel=tensor", "launch.nproc_per_node=2"]
-    refused = command(*line, root=tmp_path / "runs", before=plant)
-    assert refused.code == 78 and refused.output == Says("precision: float8 ... parallel cuts linear layers ... (bf16)")
+    assert refused(*line) == Says("precision: float8 ... parallel cuts linear layers ... (bf16)")
 
 
 def test_the_launcher_does_not_initialise_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from framework.engine.engine import Engine
 from framework.launch import worker
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, begin, end, finished, wait_for, wait_for_checkpoint
+from tests.harness import Ended, assert_same_bits, before_each, begin, end, finished, wait_for, wait_for_checkpoint
 from tests.launch.test_local import assert_gone, leftovers
 from tests.test_resume import RUN, STRATEGIES
 
@@ -70,54 +71,23 @@ def sleep() -> None:
 
 
 def in_training(act: Act) -> None:
-    original = Engine.train
-
-    def train(self, step, *, index, **options):  # type: ignore[no-untyped-def]
-        if index == AT:
-            act()
-        return original(self, step, index=index, **options)
-
-    Engine.train = train  # type: ignore[method-assign]
+    before_each(Engine, "train", lambda engine, step, *, index, **_: act() if index == AT else None)
 
 
 def in_evaluation(act: Act) -> None:
-    original = Engine.evaluate
-
-    def evaluate(self, step):  # type: ignore[no-untyped-def]
-        act()
-        return original(self, step)
-
-    Engine.evaluate = evaluate  # type: ignore[method-assign]
+    before_each(Engine, "evaluate", lambda *_: act())
 
 
 def in_a_save(act: Act) -> None:
-    original = CheckpointStore._write
-
-    def write(self, beside, tensors):  # type: ignore[no-untyped-def]
-        act()
-        return original(self, beside, tensors)
-
-    CheckpointStore._write = write  # type: ignore[method-assign]
+    before_each(CheckpointStore, "_write", lambda *_: act())
 
 
 def at_the_start(act: Act) -> None:
-    original = worker.thaw
-
-    def thaw(frozen):  # type: ignore[no-untyped-def]
-        act()
-        return original(frozen)
-
-    worker.thaw = thaw
+    before_each(worker, "thaw", lambda *_: act())
 
 
 def in_the_data(act: Act) -> None:
-    original = Synthetic.load
-
-    def load(self, split):  # type: ignore[no-untyped-def]
-        act()
-        return original(self, split)
-
-    Synthetic.load = load  # type: ignore[method-assign]
+    before_each(Synthetic, "load", lambda *_: act())
 
 
 def hang(
@@ -253,41 +223,33 @@ def leave_out() -> bool:
 
 
 def the_gradients(act: Act) -> None:
-    original = Engine.train
-
-    def train(self, step, *, index, **options):  # type: ignore[no-untyped-def]
+    def leave_out(engine: Engine, step: Any, *, index: int, **_: Any) -> None:
         if index == AT and act():
-            self.set_sync(False)
-            self.set_sync = lambda _: None
-            self.forward._weight = None  # its collectives are of another size: gloo's own check would end the processes
-            self.forward.settle = lambda *_, **__: None
-        return original(self, step, index=index, **options)
+            engine.set_sync(False)
+            engine.set_sync = lambda _: None
+            engine.forward._weight = None  # its collectives are of another size: gloo's own check would end the processes
+            engine.forward.settle = lambda *_, **__: None
 
-    Engine.train = train  # type: ignore[method-assign]
+    before_each(Engine, "train", leave_out)
 
 
 def the_norm(act: Act) -> None:
-    original = Trainer.train_step
+    def leave_out(trainer: Trainer, *_: Any, **__: Any) -> None:
+        if trainer.progress.step == AT and act():
+            trainer.engine.clip_grad_norm = lambda max_norm: torch.tensor(1.0)
 
-    def train_step(self, *args, **options):  # type: ignore[no-untyped-def]
-        if self.progress.step == AT and act():
-            self.engine.clip_grad_norm = lambda max_norm: torch.tensor(1.0)
-        return original(self, *args, **options)
-
-    Trainer.train_step = train_step  # type: ignore[method-assign]
+    before_each(Trainer, "train_step", leave_out)
 
 
 def the_agreements(act: Act) -> None:
     """From the metrics of that step on: of one alone, the next, of another size, would end the processes (gloo's own check)."""
-    original = Trainer.log_step
 
-    def log_step(self, *args):  # type: ignore[no-untyped-def]
-        if self.progress.step == AT + 1 and act():
-            self.world.agreement.sum = lambda values: values
-            self.world.agreement.any_flags = lambda *flags, now=True: [False] * len(flags)
-        return original(self, *args)
+    def leave_out(trainer: Trainer, *_: Any) -> None:
+        if trainer.progress.step == AT + 1 and act():
+            trainer.world.agreement.sum = lambda values: values
+            trainer.world.agreement.any_flags = lambda *flags, now=True: [False] * len(flags)
 
-    Trainer.log_step = log_step  # type: ignore[method-assign]
+    before_each(Trainer, "log_step", leave_out)
 
 
 LEFT_OUT = [
@@ -352,43 +314,17 @@ def test_one_process_alone_that_stands_still_is_ended_and_the_same_command_conti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("act", [stop, sleep])
-def test_where_all_ranks_stand_still_all_are_named(act: Act, tmp_path: Path) -> None:
-    line = LINES["ddp 2"]
-    process = begin(*line, root=tmp_path / "runs", before=lambda: in_training(act))
-    ended = end(process, root=tmp_path / "runs", timeout_s=60)
-    assert ended.code == 71, ended.output
-    manner = "is stopped" if act is stop else "waits, but not for the other ranks"
-    assert all(f"rank {rank} hangs: it {manner}" in ended.summary["error"] for rank in (0, 1)), ended.summary["error"]
-
-
-@pytest.mark.slow
-def test_a_command_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
-    """Ctrl-Z, and `fg` after more than launch.timeout_s."""
-    line = [*RUN, f"launch.timeout_s={TIMEOUT_S}"]
-    process = begin(*line, root=tmp_path / "runs", before=lambda: in_training(stop))
-    os.waitpid(process.pid, os.WUNTRACED)
-    time.sleep(3 * TIMEOUT_S + 3)  # the time is what is tested
-    os.kill(process.pid, signal.SIGCONT)
-    ended = end(process, root=tmp_path / "runs")
-    assert ended.code == 0, ended.output
-
-
-@pytest.mark.slow
 def test_a_loader_that_works_for_long_is_no_hang(tmp_path: Path) -> None:
     """The process waits for a loader's process, which computes."""
 
     def plant() -> None:
-        original = Synthetic.transform
-
-        def transform(self, inputs, targets, *, keys):  # type: ignore[no-untyped-def]
+        def compute(data: Synthetic, inputs: Any, targets: Any, *, keys: Any) -> None:
             until = time.monotonic() + 2 * TIMEOUT_S + 4
             while keys is not None and not (tmp_path / "done").exists() and time.monotonic() < until:
                 pass
             (tmp_path / "done").touch()
-            return original(self, inputs, targets, keys=keys)
 
-        Synthetic.transform = transform  # type: ignore[method-assign]
+        before_each(Synthetic, "transform", compute)
 
     line = [*RUN, f"launch.timeout_s={TIMEOUT_S}", "dataset.num_workers=1", "dataset.augment=true"]
     finished(*line, root=tmp_path / "runs", before=plant)

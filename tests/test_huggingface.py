@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from framework import load
-from tests.harness import Ended, Says, assert_same_bits, command, finished, once
+from tests.harness import Ended, Says, assert_same_bits, command, finished, once, refused, together
 from tests.test_export import copied
 from tests.test_init_from import own_conf
 from tests.test_resume import after_step, crash
@@ -134,7 +133,7 @@ def test_an_adapter_on_a_base_from_a_hub_trains_resumes_and_is_exported_alone(tm
     line = [*RUN, *LM, "model=lora"]
     whole = finished(*line, root=tmp_path / "whole", before=own_conf(tmp_path))
     assert "training 384 of " in whole.output  # three layers, each of two matrices: 2 x 16 and 48 x 2
-    killed = command(*line, root=tmp_path / "runs", before=both(own_conf(tmp_path), after_step(3, crash)))
+    killed = command(*line, root=tmp_path / "runs", before=together(own_conf(tmp_path), after_step(3, crash)))
     assert killed.code != 0
     again = finished(*line, root=tmp_path / "runs", before=own_conf(tmp_path))
     assert "continuing from" in again.output
@@ -154,21 +153,10 @@ def test_an_adapter_on_a_base_from_a_hub_trains_resumes_and_is_exported_alone(tm
     assert (outputs(base, inputs) - expected).abs().max() > 1e-3
 
 
-def both(*actions: Callable[[], None]) -> Callable[[], None]:
-    def act() -> None:
-        for action in actions:
-            action()
-
-    return act
-
-
 def test_the_names_of_a_base_without_a_prefix_are_refused_with_the_prefix(tmp_path: Path) -> None:
     make("hf gpt2").save_pretrained(tmp_path / "base")
-    refused = command(*RUN, *KINDS["lora"], f"model.init_from={tmp_path / 'base'}", root=tmp_path / "runs")
-    assert refused.code == 78
-    (line,) = refused.output.splitlines()
-    said = "model.init_from: nothing in base fits this model prefix (is it base_model.model.transformer.h.0."
-    assert line == Says(said), line
+    (line,) = refused(*RUN, *KINDS["lora"], f"model.init_from={tmp_path / 'base'}").splitlines()
+    assert line == Says("model.init_from: nothing in base fits this model prefix (is it base_model.model.transformer.h.0.")
 
 
 # --- what is refused

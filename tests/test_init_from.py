@@ -100,12 +100,9 @@ def test_the_content_of_all_files_and_the_options_count_and_no_path(tmp_path: Pa
     assert init_identity(str(one)) == init_identity(str(other)) == init_identity(str(one / "model.safetensors.index.json"))
     changed = sharded(first().weights | {"norm.bias": torch.ones(16)}, tmp_path / "changed")
     values = [
-        str(one),
-        str(changed),
-        [{"file": str(one), "strict": True}],
-        [{"file": str(one), "prefix": "a."}],
+        str(one), str(changed), [{"file": str(one), "strict": True}], [{"file": str(one), "prefix": "a."}],
         [str(one), str(other)],
-    ]
+    ]  # fmt: skip
     values += [[{"file": str(one), "rename": dict(pairs)}] for pairs in ((("a", "b"), ("b", "c")), (("b", "c"), ("a", "b")))]
     ids = [json.dumps(init_identity(value)) for value in values]
     assert len(set(ids)) == len(ids) and not any(str(tmp_path) in text for text in ids)

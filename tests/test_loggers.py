@@ -26,7 +26,7 @@ from framework.loggers.tensorboard import TensorBoard
 from framework.loggers.wandb import Wandb
 from framework.runs.metrics_file import MACHINE
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, command, files_below, finished, once, wait_for
+from tests.harness import Ended, after_each, assert_same_bits, before_each, command, files_below, finished, once, wait_for
 from tests.test_resume import after_step, crash, preempt
 from tests.wandb_server import WandbServer, wandb_server
 
@@ -121,13 +121,13 @@ def assert_equal(actual: Scalars, expected: Scalars) -> None:
 # --- TensorBoard
 
 
-@pytest.mark.parametrize("act", [crash, pytest.param(preempt, marks=pytest.mark.slow)])
-def test_tensorboard_holds_each_step_once_after_interruptions(act: Callable[[], None], tmp_path: Path) -> None:
-    line = [*RUN, *DDP, "logger=tensorboard"]
-    for step in (6, 11):  # the checkpoints before a crash are those of steps 4 and 8
-        command(*line, root=tmp_path / "runs", before=after_step(step, act))
-    run = finished(*line, root=tmp_path / "runs")
-    assert run.summary["restarts"] == 2
+def test_tensorboard_holds_each_step_once_after_kills(tmp_path: Path) -> None:
+    line, root = [*RUN, *DDP, "logger=tensorboard"], tmp_path / "runs"
+    early = after_step(3, when(lambda: written(tmp_path, "events.*"), crash))  # before the first checkpoint
+    for fault in (early, after_step(6, crash), after_step(11, crash)):  # those of steps 4 and 8
+        command(*line, "launch.max_restarts=0", root=root, before=fault)
+    run = finished(*line, root=root)
+    assert run.summary["restarts"] == 3
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
 
 
@@ -140,15 +140,6 @@ def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_chec
     assert command(*line, root=tmp_path / "runs", before=lose).code == -signal.SIGKILL
     run = finished(*line, root=tmp_path / "runs")
     assert "continuing from" in run.output
-    assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
-
-
-def test_tensorboard_forgets_the_steps_of_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
-    line = [*RUN, "checkpoint.every=null", "logger=tensorboard"]
-    killed = command(*line, root=tmp_path / "runs", before=after_step(7, when(lambda: written(tmp_path, "events.*"), crash)))
-    assert killed.code == -signal.SIGKILL, killed.output
-    run = finished(*line, root=tmp_path / "runs")
-    assert "continuing from" not in run.output
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
 
 
@@ -208,7 +199,7 @@ def test_histograms_of_nothing_are_refused(tmp_path: Path) -> None:
     assert refused.code == 78 and "parameters=laye: matches no trained parameter" in refused.output
 
 
-# --- MLflow, CSV
+# --- MLflow
 
 
 def mlflow_scalars(client: Any, run_id: str) -> Scalars:
@@ -326,16 +317,10 @@ def when(condition: Callable[[], bool], act: Callable[[], None]) -> Callable[[],
 def note_processes(folder: Path) -> Callable[[], None]:
     """Return what makes each rank of a command leave a file when it opens wandb."""
 
-    def plant() -> None:
-        original = Wandb.open
+    def note(sink: Wandb, run: Any) -> None:
+        (folder / f"opened_by_rank_{os.environ.get('RANK', '0')}").touch()
 
-        def open_(self: Wandb, run: Any) -> None:
-            (folder / f"opened_by_rank_{os.environ.get('RANK', '0')}").touch()
-            original(self, run)
-
-        Wandb.open = open_  # type: ignore[method-assign]
-
-    return plant
+    return lambda: before_each(Wandb, "open", note)
 
 
 def test_wandb_is_one_run_equal_to_metrics_jsonl_after_resumes(tmp_path: Path) -> None:
@@ -372,17 +357,10 @@ def test_wandb_has_the_configuration_as_a_tree_the_last_and_best_metrics_and_on_
     assert_holds_the_kept_checkpoints(file, run)
 
 
-@pytest.mark.parametrize("lost", ["checkpoints", pytest.param("summary.json", marks=pytest.mark.slow)])
-def test_the_record_keeps_its_id(lost: str, tmp_path: Path) -> None:
-    """Also where a run was killed before its first checkpoint, and where its summary is gone."""
-    line = RUN
-    killed = command(*line, root=tmp_path / "runs", before=after_step(2 if lost == "checkpoints" else 6, crash))
-    record_id = killed.summary["record_id"]
-    if lost == "summary.json":
-        (killed.directory / lost).unlink()
-    assert (killed.directory / "checkpoints").exists() == (lost != "checkpoints")
-    run = finished(*line, root=tmp_path / "runs")
-    assert run.summary["record_id"] == record_id
+def test_the_record_keeps_its_id_where_a_run_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
+    killed = command(*RUN, root=tmp_path / "runs", before=after_step(2, crash))
+    assert not (killed.directory / "checkpoints").exists()
+    assert finished(*RUN, root=tmp_path / "runs").summary["record_id"] == killed.summary["record_id"]
 
 
 def test_another_run_and_one_that_starts_over_have_ids_of_their_own(tmp_path: Path) -> None:
@@ -441,18 +419,11 @@ def test_a_run_neither_waits_for_a_dead_server_nor_loses_its_rows(kind: str, tmp
     def plant() -> None:
         os.environ.pop("WANDB_MODE", None)
         os.environ |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": url}
-        fit = Trainer.fit
-
-        def timed_fit(self: Trainer) -> bool:
-            begun = time.monotonic()
-            try:
-                return fit(self)
-            finally:
-                (tmp_path / "seconds").write_text(str(time.monotonic() - begun))
-
-        Trainer.fit = timed_fit  # type: ignore[method-assign]
+        before_each(Trainer, "fit", lambda _: begun.append(time.monotonic()))
+        after_each(Trainer, "fit", lambda _: (tmp_path / "seconds").write_text(str(time.monotonic() - begun[0])))
         background._MARGIN_S = 60  # for a machine that is busy with other things
 
+    begun = list[float]()
     with useless_server(kind) as url:
         line = [*RUN, "logger=wandb", "logger.wandb.mode=online", "logger.wandb.timeout_s=6"]
         run = finished(*line, root=tmp_path / "runs", before=plant)
@@ -499,9 +470,6 @@ def test_online_steps_never_go_backwards_and_none_is_lost(tmp_path: Path) -> Non
     assert sent.keys() == expected.keys()
     for key in sent.keys() - {(f"train/{name}", step) for name in MACHINE for step in (5, 6)}:  # measured twice
         assert sent[key] == expected[key]
-
-
-# --- several
 
 
 # --- a sink that fails
@@ -570,13 +538,7 @@ def test_a_sink_that_takes_nothing_is_given_up_when_too_much_waits_for_it(tmp_pa
 
 def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     def plant() -> None:
-        open_ = TensorBoard.open
-
-        def noted(self: TensorBoard, run: Any) -> None:
-            (tmp_path / "pid").write_text(str(os.getpid()))
-            open_(self, run)
-
-        TensorBoard.open = noted  # type: ignore[method-assign]
+        before_each(TensorBoard, "open", lambda *_: (tmp_path / "pid").write_text(str(os.getpid())))
         after_step(6, when((tmp_path / "pid").exists, crash))()
 
     assert command(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant).code == -signal.SIGKILL

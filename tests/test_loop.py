@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_compiler import has_compiler
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, command, finished, once
+from tests.harness import Ended, after_each, around, assert_same_bits, command, finished, once, together
 from tests.test_resume import after_step, preempt
 
 # 3 steps an epoch, the last of 8 samples
@@ -46,17 +46,12 @@ def kept(ended: Ended) -> list[int]:
 def planted_losses(losses: list[float]) -> Callable[[], None]:
     """Return what makes the evaluations of "val" report these losses, by their steps' order."""
 
-    def plant() -> None:
-        original = Trainer.record
+    def record(original: Any, trainer: Trainer, row: dict[str, Any]) -> bool:
+        if row["split"] == "val":
+            row = row | {"loss": losses[row["step"] // 2 - 1]}  # evaluated every 2 steps
+        return original(trainer, row)
 
-        def record(self: Trainer, row: dict[str, Any]) -> bool:
-            if row["split"] == "val":
-                row = row | {"loss": losses[row["step"] // 2 - 1]}  # evaluated every 2 steps
-            return original(self, row)
-
-        Trainer.record = record  # type: ignore[method-assign]
-
-    return plant
+    return lambda: around(Trainer, "record", record)
 
 
 # --- when it ends
@@ -79,22 +74,14 @@ STOPPING = [*TINY, "trainer.max_epochs=10", "trainer.eval_every=2", "trainer.ear
 LOSSES = [2.0, 1.5, 1.6, 1.4, 1.4, 1.5, 1.4, 0.1, 0.1, 0.1]  # at steps 2, 4, ...: no better than at 8 until 14
 
 
-def test_early_stopping_stops_after_so_many_evaluations_without_improvement(tmp_path: Path) -> None:
+def test_early_stopping_counts_evaluations_without_improvement_through_a_resume(tmp_path: Path) -> None:
+    plant = together(planted_losses(LOSSES), after_step(11, preempt))
+    assert command(*STOPPING, root=tmp_path / "runs", before=plant).code == 75
     run = finished(*STOPPING, root=tmp_path / "runs", before=planted_losses(LOSSES))
     assert run.summary["step"] == 14 and run.summary["status"] == "finished"
     assert steps_of(run, "val") == [2, 4, 6, 8, 10, 12, 14] and steps_of(run, "test") == [14]
     assert kept(run)[-1] == 14
     assert run.summary["metrics"]["val"]["best"]["step"] == 8
-
-
-def test_early_stopping_stops_a_resumed_run_at_the_same_step(tmp_path: Path) -> None:
-    def plant() -> None:
-        planted_losses(LOSSES)()
-        after_step(11, preempt)()
-
-    assert command(*STOPPING, root=tmp_path / "runs", before=plant).code == 75
-    run = finished(*STOPPING, root=tmp_path / "runs", before=planted_losses(LOSSES))
-    assert run.summary["step"] == 14 and steps_of(run, "val") == [2, 4, 6, 8, 10, 12, 14]
 
 
 def test_early_stopping_asks_for_min_delta(tmp_path: Path) -> None:
@@ -235,19 +222,12 @@ def test_recomputed_activations_give_the_same_bits(line: list[str], tmp_path: Pa
 def count_compiled(file: Path) -> Callable[[], None]:
     """Return what makes a command write down how many graphs it has compiled."""
 
-    def plant() -> None:
-        original = Trainer.fit
+    def count(trainer: Trainer) -> None:
+        from torch._dynamo.utils import counters
 
-        def fit(self: Trainer) -> bool:
-            from torch._dynamo.utils import counters
+        file.write_text(str(counters["stats"]["unique_graphs"]))
 
-            result = original(self)
-            file.write_text(str(counters["stats"]["unique_graphs"]))
-            return result
-
-        Trainer.fit = fit  # type: ignore[method-assign]
-
-    return plant
+    return lambda: after_each(Trainer, "fit", count)
 
 
 @pytest.mark.slow
@@ -290,23 +270,26 @@ def test_a_precision_learns_what_fp32_does(precision: str, tmp_path: Path) -> No
 # --- the files
 
 
-def draw_and_keep(metrics: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **names: str) -> Any:
+def drawn(
+    metrics: Path, target: Path, monkeypatch: pytest.MonkeyPatch, *, restarts: Sequence[int] = (), title: str = "t"
+) -> Any:
+    """Draw the curves, and return the figure that was saved."""
     from matplotlib.figure import Figure
 
     from framework.runs.curves import draw_curves
 
-    drawn: list[Figure] = []
+    found: list[Figure] = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: (drawn.append(self), save(self, *args, **kwargs)))
-    draw_curves(metrics, target, **{"title": "t", "monitor": "val/loss", "mode": "min"} | names, restarts=[])
-    return drawn[0]
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: (found.append(self), save(self, *args, **kwargs)))
+    draw_curves(metrics, target, title=title, monitor="val/loss", mode="min", restarts=[*restarts])
+    return found[0]
 
 
 def test_a_picture_takes_any_text_and_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["$_per_$", "\\$x$", "精度", "loss"]
     rows = [{"step": step, "split": "val", **dict.fromkeys(names, 1e-9 * step)} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    figure = draw_and_keep(tmp_path / "metrics.jsonl", tmp_path / "curves.png", monkeypatch, title="cost_$5_and_$6")
+    figure = drawn(tmp_path / "metrics.jsonl", tmp_path / "curves.png", monkeypatch, title="cost_$5_and_$6")
     shown = [text._preprocess_math(text.get_text()) for text in [*figure.texts, *(axes.title for axes in figure.axes)]]
     assert {text for text, is_formula in shown if not is_formula} == {"cost_$5_and_$6", *names}
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -324,21 +307,8 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path: Path, monkeypatch
 
 
 def test_the_panels_are_the_losses_and_metrics_with_every_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    from framework.runs.curves import draw_curves
-
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    draw_curves(
-        base().directory / "metrics.jsonl",
-        tmp_path / "curves.png",
-        title="title",
-        restarts=[4, 9],
-        monitor="val/loss",
-        mode="min",
-    )
-    panels = {axes.get_title(): {line.get_label(): line for line in axes.lines} for axes in drawn[0].axes}
+    figure = drawn(base().directory / "metrics.jsonl", tmp_path / "curves.png", monkeypatch, restarts=[4, 9])
+    panels = {axes.get_title(): {line.get_label(): line for line in axes.lines} for axes in figure.axes}
     train = rows_of(base(), "train")
     for name in ("lr", "grad_norm", "samples_per_s"):
         line = panels.pop(name)["train"]
@@ -354,7 +324,7 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(tmp_path: Path, 
             ((row["step"], row[name]) for row in rows_of(base(), "val")), key=lambda p: p[1]
         )
         assert (list(best.get_xdata()), list(best.get_ydata())) == ([step], [value])
-    for axes in drawn[0].axes:
+    for axes in figure.axes:
         assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [4, 9]
 
 

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from framework.training.loop import Trainer
 from framework.training.metrics import Metrics
 from framework.training.speed import PARTS, Speed
 from framework.training.tracking import Patience, Tracker
-from tests.harness import Ended, checked, command, finished
+from tests.harness import Ended, before_each, checked, command, finished, together
 from tests.test_loop import GPT, TINY, rows_of
 from tests.test_resume import after_step, crash
 
@@ -217,24 +216,11 @@ def test_without_tokens_or_a_known_peak_there_is_no_such_number() -> None:
 
 def slow(part: str, *, seconds: float) -> Callable[[], None]:
     """Return what makes a part of every step slow."""
-
-    def after(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(seconds)
-            return original(*args, **kwargs)
-
-        setattr(owner, name, call)
-
-    def plant() -> None:
-        places = {
-            "data": (Loader, "train_step"), "forward_backward": (Classification, "loss"), "optimizer": (torch.optim.AdamW, "step"),
-            "checkpoint": (Trainer, "commit"),
-        }  # fmt: skip
-        after(*places[part])
-
-    return plant
+    places = {
+        "data": (Loader, "train_step"), "forward_backward": (Classification, "loss"), "optimizer": (torch.optim.AdamW, "step"),
+        "checkpoint": (Trainer, "commit"),
+    }  # fmt: skip
+    return lambda: before_each(*places[part], lambda *_, **__: time.sleep(seconds))
 
 
 @pytest.mark.quick(1)
@@ -251,10 +237,7 @@ def test_what_is_slow_shows_in_its_part_of_the_step(part: str, tmp_path: Path) -
 def test_goodput_counts_what_a_kill_has_cost(tmp_path: Path) -> None:
     line = [*TINY, "trainer.max_steps=9", "trainer.eval_every=null", "checkpoint.every=4"]
 
-    def plant() -> None:
-        slow("optimizer", seconds=0.1)()
-        after_step(7, crash)()
-
+    plant = together(slow("optimizer", seconds=0.1), after_step(7, crash))
     killed = command(*line, root=tmp_path / "runs", before=plant)
     assert killed.code != 0
     began = killed.summary["began"]
@@ -274,15 +257,8 @@ def test_a_run_killed_before_its_first_checkpoint_still_knows_when_it_began(tmp_
 
 
 def test_the_memory_of_each_rank_is_in_the_summary_and_the_most_in_the_rows(tmp_path: Path) -> None:
-    def plant() -> None:
-        original = Trainer.fit
-
-        def fit(self: Trainer) -> bool:
-            if self.world.rank == 1:
-                bytearray(300 << 20)  # written, so resident
-            return original(self)
-
-        Trainer.fit = fit  # type: ignore[method-assign]
+    def plant() -> None:  # what is written is resident
+        before_each(Trainer, "fit", lambda trainer: bytearray(300 << 20) if trainer.world.rank == 1 else None)
 
     line = [*TINY, "trainer.max_steps=2", "parallel=ddp", "launch.nproc_per_node=2"]
     run = finished(*line, root=tmp_path / "runs", before=plant)

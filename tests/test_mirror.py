@@ -1,14 +1,12 @@
 """A run's mirror in an object store, a real S3 server: what it outlives, and that two commands never both write there."""
 
-import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 import framework.launch.mirrored
@@ -16,12 +14,9 @@ import framework.runs.mirror
 from framework.checkpoint.manifest import step_of
 from framework.runs.mirror import committed
 from framework.runtime.objects import Objects
-from tests.harness import Ended, assert_same_bits, begin, command, end, finished, once, wait_for
+from tests.harness import Ended, assert_same_bits, begin, command, finished, once, together, wait_for
 from tests.s3_server import S3Server
 from tests.test_resume import RUN, STRATEGIES, after_step, crash
-
-pytest.importorskip("moto")
-pytest.importorskip("s3fs")
 
 
 def whole(strategy: str) -> Ended:
@@ -47,14 +42,6 @@ def steps(store: str) -> list[int | None]:
 
 def wait_for_step(store: str, step: int) -> None:
     wait_for(lambda: bool(runs(store)) and step in steps(store), what=f"step {step} in {store}")
-
-
-def both(*acts: Callable[[], None]) -> Callable[[], None]:
-    def act() -> None:
-        for one in acts:
-            one()
-
-    return act
 
 
 def killed(store: str, *awaited: int, root: Path, strategy: str = "single", more: Sequence[str] = ()) -> Ended:
@@ -98,30 +85,6 @@ def test_an_elastic_run_goes_on_from_the_store_alone(store: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_an_upload_the_checkpoint_before_is_taken(store: str, tmp_path: Path) -> None:
-    original = Objects.put
-
-    def put(objects: Objects, path: Path, name: str) -> None:
-        original(objects, path, name)
-        if "step_00000008" in name:  # its first file
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def plant() -> None:
-        Objects.put = put  # type: ignore[method-assign]
-        after_step(6, lambda: wait_for_step(store, 4))()
-        after_step(9, lambda: time.sleep(60))()
-
-    stopped = command(*RUN, f"run.mirror={store}", root=tmp_path / "runs", before=plant)
-    assert stopped.code == -signal.SIGKILL
-    assert steps(store) == [4] and any("step_00000008" in name for name in mirror(store).listing())
-    shutil.rmtree(tmp_path / "runs")
-    ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "runs")
-    assert "fetched step_00000004" in ended.output
-    assert_same_bits(ended, whole("single"))
-    assert steps(store) == [21, 20]
-
-
-@pytest.mark.slow
 def test_a_damaged_checkpoint_in_the_store_is_passed_over(store: str, tmp_path: Path) -> None:
     killed(store, 4, 8, root=tmp_path / "runs")
     assert steps(store) == [8, 4]
@@ -153,8 +116,8 @@ def test_training_goes_on_while_the_store_refuses(server: S3Server, store: str, 
         wait_for(lambda: log_has(said, tmp_path / "runs"), what="a warning")
 
     def plant() -> None:
-        after_step(6, both(lambda: wait_for_step(store, 4), server.refuse))()
-        after_step(9, both(warned, server.accept))()
+        after_step(6, together(lambda: wait_for_step(store, 4), server.refuse))()
+        after_step(9, together(warned, server.accept))()
 
     ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "runs", before=plant)
     assert "cannot be" in ended.output
@@ -166,7 +129,7 @@ def test_training_goes_on_while_the_store_refuses(server: S3Server, store: str, 
 def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(server: S3Server, store: str, tmp_path: Path) -> None:
     def plant() -> None:
         framework.launch.mirrored._PATIENCE_S = 2.0  # type: ignore[attr-defined]
-        after_step(10, both(lambda: wait_for_step(store, 8), server.refuse))()
+        after_step(10, together(lambda: wait_for_step(store, 8), server.refuse))()
 
     line = [*RUN, f"run.mirror={store}"]
     ended = command(*line, root=tmp_path / "runs", before=plant)
@@ -205,29 +168,6 @@ def test_a_second_command_from_another_directory_is_refused(store: str, tmp_path
     assert not list((tmp_path / "second").glob("*/*/checkpoints"))
     first.kill()
     first.join()
-
-
-@pytest.mark.slow
-def test_a_command_that_was_frozen_while_another_took_over_writes_nothing_more(store: str, tmp_path: Path) -> None:
-    def be_elsewhere() -> None:
-        framework.runs.mirror.process_identity = dict  # type: ignore[attr-defined]  # as seen from another machine
-
-    def plant() -> None:
-        be_elsewhere()
-        after_step(6, both(lambda: wait_for_step(store, 4), lambda: os.kill(os.getpid(), signal.SIGSTOP)))()
-        after_step(7, lambda: time.sleep(0.2))()
-
-    line = [*RUN, f"run.mirror={store}"]
-    first = begin(*line, root=tmp_path / "first", before=plant)
-    wait_for(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, what="a stop")
-    second = finished(*line, root=tmp_path / "second")
-    assert "fetched step_00000004" in second.output
-    assert_same_bits(second, whole("single"))
-    before = mirror(store).listing()
-    psutil.Process(first.pid).resume()
-    ended = end(first, root=tmp_path / "first")
-    assert ended.code == 1 and "has been taken by another command" in ended.output, ended.output
-    assert mirror(store).listing() == before and steps(store) == [21, 20]
 
 
 @pytest.mark.slow

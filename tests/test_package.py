@@ -14,8 +14,6 @@ from tests.harness import typed
 from tests.pages import ROOT
 from tests.test_own_project import QUICK
 
-NODE = "_target_: mynet.Net\nin_channels: null\nnum_classes: null\n"
-
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -60,19 +58,9 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
     (metadata,) = environment.glob("lib/python*/site-packages/steadfast-*/METADATA")
     told = Parser().parsestr(metadata.read_text())
     extras = {
-        "wandb",
-        "tensorboard",
-        "mlflow",
-        "slurm",
-        "search",
-        "metrics",
-        "data",
-        "object-store",
-        "export",
-        "mpi",
-        "float8",
+        "wandb", "tensorboard", "mlflow", "slurm", "search", "metrics", "data", "object-store", "export", "mpi", "float8",
         "all",
-    }
+    }  # fmt: skip
     assert set(told.get_all("Provides-Extra") or ()) == extras
     assert any(re.match(r"torch\b.*2\.11.*2\.14|torch\b.*2\.14.*2\.11", one) for one in told.get_all("Requires-Dist") or ())
 
@@ -80,13 +68,9 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_extras_are_found_in_an_installation(environment: Path, tmp_path: Path) -> None:
     line = [
-        "parallel=local-sgd",
-        "launch.nproc_per_node=2",
-        "model=mlp",
-        "trainer.max_steps=8",
-        "trainer.eval_every=null",
+        "parallel=local-sgd", "launch.nproc_per_node=2", "model=mlp", "trainer.max_steps=8", "trainer.eval_every=null",
         "rehearse=false",
-    ]
+    ]  # fmt: skip
     output = run(["steadfast", *line, "checkpoint.every=null"], tmp_path, venv=environment)
     assert "finished: model.safetensors" in output and str(ROOT) not in output
     shown = run(["steadfast", "parallel=pipeline", "parallel.schedule=pipedream", "--cfg", "job"], tmp_path, venv=environment)

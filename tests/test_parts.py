@@ -11,22 +11,14 @@ from safetensors import safe_open
 
 from framework.build import components
 from framework.checkpoint.manifest import step_of
-from framework.config.folders import options
 from framework.data.order import Order
 from framework.engine.seam import Step
 from framework.parts.batch_warmup import BatchWarmup
 from framework.parts.swa import SWA
 from framework.training.parts import LoopParts
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, once
-from tests.test_conformance import FOR_EXPERTS, MODELS, NOT_EQUAL, RUN, layouts, name
+from tests.test_conformance import MODELS, RUN
 from tests.test_resume import after_step, crash, preempt
-
-STRATEGIES = [
-    (strategy, *layouts(strategy)[0])
-    for strategy in options("parallel")
-    if strategy not in ("single", *NOT_EQUAL, *FOR_EXPERTS)
-]
-IDS = [name(*strategy) for strategy in STRATEGIES]
 
 
 def own(*kinds: str) -> list[str]:
@@ -40,13 +32,6 @@ OURS = ["part=[swa,unfreeze,gradient_norms,activations,length_warmup,batch_warmu
         "part.length_warmup.multiple_of=2", "part.batch_warmup.start=5", "part.batch_warmup.samples=20"]  # fmt: skip
 OWN = own("Lookahead", "Loss", "Prune", "Grows")
 GPT = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks", "mesh"), STRATEGIES, ids=IDS)
-def test_it_computes_what_one_process_does(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
-    processes = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]
-    assert_close(finished(*GPT, *OWN, *processes, root=tmp_path / "runs"), once(*GPT, *OWN))
 
 
 @pytest.mark.slow
@@ -133,13 +118,8 @@ def test_batches_grow_and_the_epochs_have_every_sample_once() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_part_ends_a_run_at_the_same_step_on_any_number_of_processes(ranks: int, tmp_path: Path) -> None:
     line = [
-        *RUN,
-        *MODELS["gpt, tied"],
-        *own("Stopper"),
-        "trainer.eval_every=2",
-        "parallel=ddp",
-        f"launch.nproc_per_node={ranks}",
-    ]
+        *RUN, *MODELS["gpt, tied"], *own("Stopper"), "trainer.eval_every=2", "parallel=ddp", f"launch.nproc_per_node={ranks}",
+    ]  # fmt: skip
     ended = finished(*line, root=tmp_path / "runs")
     assert ended.summary["step"] == 2 and "it is good enough" in ended.output, ended.output
     assert [row["split"] for row in ended.rows if row["split"] != "train"] == ["val", "test"]
@@ -200,25 +180,6 @@ def test_what_breaks_the_promise_is_refused_before_the_start(part: str, tmp_path
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("config.yaml"))
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (["part=swa", "trainer.ema_decay=0.9"], "trainer.ema_decay: 0.9, but part.swa averages the weights too (one of them)"),
-        (["part=unfreeze"], "part.unfreeze.groups: ..."),
-        (["part=unfreeze", "part.unfreeze.groups=[[nothing.*]]"], "part.unfreeze.groups=nothing.*: matches no parameter ..."),
-        (["part=swa", "part.swa.start=2"], "part.swa: start=2 is out of range (from 0 to below 1)"),
-        (["part=swa", "part.swa.begin=2"], "part.swa.begin: unknown key ..."),
-        (["part=nothing"], "part: no option nothing ..."),
-        (["part=swa", "parallel=local-sgd", "launch.nproc_per_node=2"], "part: swa, but between two averages ..."),
-        (["part=text_samples"], "part.text_samples.tokenizer: a Synthetic has no encode(text) and decode(tokens) ..."),
-    ],
-)
-def test_a_wrong_part_is_refused(line: list[str], said: str, tmp_path: Path) -> None:
-    refused = command(*RUN, *MODELS["gpt, tied"], *line, "rehearse=true", root=tmp_path / "runs")
-    assert refused.code == 78 and refused.output.splitlines()[-1] == Says(said), refused.output
-
-
 # --- steps after which the run cannot be saved
 
 PHASES = [*RUN, *MODELS["mlp"], *own("Phases"), "trainer.max_steps=15", "checkpoint.every=3", "checkpoint.keep_last=9"]
@@ -275,7 +236,6 @@ def test_replicas_that_part_end_the_run_before_a_checkpoint(tmp_path: Path) -> N
     assert steps and max(steps) == 4
 
 
-@pytest.mark.slow
 class InSteps:
     def step_taken(self, loop: Any) -> None:
         pass

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished
 from tests.test_resume import after_step, crash, preempt
 
 RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
@@ -82,12 +82,6 @@ def test_a_checkpoint_is_evaluated_as_training_does(tmp_path: Path) -> None:
     (row,) = [json.loads(text) for text in (ended.directory / "evaluations.jsonl").read_text().splitlines()]
     (expected,) = [row for row in ended.rows if row["split"] == "val" and row["step"] == 4]
     assert row["loss"] == pytest.approx(expected["loss"], abs=1e-12) and again.code == 0
-
-
-def test_where_the_optimizer_holds_a_part_only_an_own_average_is_refused(tmp_path: Path) -> None:
-    refused = command(*RUN, *OPTIMIZERS["schedule-free"], *STRATEGIES["zero 2"], root=tmp_path / "runs")
-    assert refused.code == 78
-    assert refused.output == Says("parallel: ... averages the weights itself ... ddp ...")
 
 
 def test_the_extra_state_of_modules_is_saved_and_given_back(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from framework.data.source import decode_image
 from framework.modes import predict
 from framework.runtime.preemption import PREEMPTION
 from framework.tasks.classification import Classification
-from tests.harness import Ended, Says, command, finished, once, wait_for
+from tests.harness import Ended, Says, before_each, command, finished, once, refused, wait_for
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, layouts
 from tests.test_evaluate import RUN as TOKENS
 
@@ -144,13 +144,9 @@ def test_files_are_predicted_by_their_names_where_no_training_data_are(tmp_path:
     for number in range(24):
         picture(tmp_path / "data" / "train" / f"class_{number % 2}" / f"{number:02}.png", number)
     line = [
-        "dataset=image_folder",
-        f"dataset.root={tmp_path / 'data'}",
-        "dataset.image_size=8",
-        "model=mlp",
-        "trainer.max_steps=1",
-        "precision=fp64",
-    ]
+        "dataset=image_folder", f"dataset.root={tmp_path / 'data'}", "dataset.image_size=8", "model=mlp",
+        "trainer.max_steps=1", "precision=fp64",
+    ]  # fmt: skip
     trained = finished(*line, root=tmp_path / "runs")
     shutil.rmtree(tmp_path / "data")
     names = ["a.png", "b/c.JPG", "b/d.png", "e.png"]
@@ -184,8 +180,7 @@ def test_what_is_wrong_is_a_line_before_the_start(kind: str, line: str, said: st
     shutil.copytree(run(kind).directory, copy, ignore=shutil.ignore_patterns("predictions", ".predict"))
     (tmp_path / "f").mkdir()
     words = line.replace("FOLDER", str(tmp_path / "f")).split()
-    refused = command("mode=predict", f"run.dir={copy}", *words, root=tmp_path / "none")
-    assert refused.code == 78 and refused.output == Says(said), refused.output
+    assert refused("mode=predict", f"run.dir={copy}", *words) == Says(said)
     assert not (copy / "predictions").exists() and not (copy / ".predict").exists()
 
 
@@ -208,14 +203,11 @@ def test_what_cannot_be_written_leaves_nothing(kind: str, ranks: int, said: str,
 
 def test_a_signal_stops_it_and_leaves_what_was_there(tmp_path: Path) -> None:
     def signal_in_the_middle() -> None:
-        original = predict.PredictionsFile.add
-
-        def add(*arguments: Any) -> Any:
+        def stop(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             wait_for(lambda: PREEMPTION.requested, timeout_s=10, what="the signal")  # a thread hears it
-            return original(*arguments)
 
-        predict.PredictionsFile.add = add
+        before_each(predict.PredictionsFile, "add", stop)
 
     directory = run("images").directory
     predicted(directory, "predict.split=train", root=tmp_path / "none", name="train")

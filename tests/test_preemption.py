@@ -18,7 +18,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, begin, end, exact_rows, finished, note_steps, once, wait_for
+from tests.harness import Ended, assert_same_bits, before_each, begin, end, exact_rows, finished, note_steps, once, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
@@ -29,15 +29,14 @@ STEP = 5
 def once_at(owner: Any, name: str, condition: Callable[..., bool], act: Callable[[], None]) -> None:
     """Have the first call of `owner.name` that meets the condition `act` before it runs, in each process."""
     note_steps()
-    original, done = getattr(owner, name), [False]
+    done = [False]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def look(*args: Any, **kwargs: Any) -> None:
         if not done[0] and condition(*args, **kwargs):
             done[0] = True
             act()
-        return original(*args, **kwargs)
 
-    setattr(owner, name, call)
+    before_each(owner, name, look)
 
 
 # moment -> (where, the call's name, which of its calls)
@@ -73,18 +72,13 @@ def test_between_rows_a_signal_is_heard_within_a_second(tmp_path: Path) -> None:
     line = [*RUN, "trainer.max_epochs=null", "trainer.max_steps=9000", "trainer.log_every=100", "trainer.eval_every=null",
             "checkpoint.every=null", "parallel=ddp", "launch.nproc_per_node=2"]  # fmt: skip
 
-    def plant() -> None:
-        original = Trainer.train_step
+    def look(trainer: Trainer, *_: Any, **__: Any) -> None:
+        time.sleep(0.02)
+        if trainer.progress.step == 110 and Environment.read().rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-            time.sleep(0.02)
-            if self.progress.step == 110 and Environment.read().rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return original(self, *args, **kwargs)
-
-        Trainer.train_step = train_step  # type: ignore[method-assign]
-
-    ended = end(begin(*line, root=tmp_path / "runs", before=plant), root=tmp_path / "runs")
+    process = begin(*line, root=tmp_path / "runs", before=lambda: before_each(Trainer, "train_step", look))
+    ended = end(process, root=tmp_path / "runs")
     assert ended.code == 75, ended.output
     assert 110 < ended.summary["step"] < 110 + 5 + 3
 
@@ -137,6 +131,7 @@ def test_one_process(moment: str, tmp_path: Path) -> None:
     stops_and_continues(LINE, case, whole=undisturbed("single"), root=tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_while_a_checkpoint_is_written_beside_the_steps(tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], "checkpoint.async_save=true"]
     stops_and_continues(line, ("saving", "rank 1", signal.SIGUSR1), whole=undisturbed("ddp 2"), root=tmp_path / "runs")

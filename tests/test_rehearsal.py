@@ -118,7 +118,7 @@ FOUND = {
     "samples that count": (points("PointsThatCount"), "dataset: samples.num_fetched changes when samples are fetched ..."),
     "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "parallel: ... its state of first.weight differs between the processes: ... norms ..."),
     "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1)"),
-    "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.test_torchmetrics.Best"], "metric.f1: restored from a checkpoint, an evaluation gives a different f1 ... reset() ..."),
+    "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.own_metrics.Best"], "metric.f1: restored from a checkpoint, an evaluation gives a different f1 ... reset() ..."),
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
@@ -318,13 +318,9 @@ DRAWING = {"model": model("AlwaysDropping"), "data": dataset("Shuffled"), "optim
 @pytest.mark.parametrize("what", ["data", "model", "optimizer"])
 def test_what_data_evaluations_and_optimizers_draw_has_keys(what: str, tmp_path: Path) -> None:
     line = [
-        *DRAWING[what],
-        "precision=fp64",
-        "micro_batch_size=2",
-        "trainer.eval_every=2",
-        "checkpoint.every=1",
+        *DRAWING[what], "precision=fp64", "micro_batch_size=2", "trainer.eval_every=2", "checkpoint.every=1",
         "rehearse=false",
-    ]
+    ]  # fmt: skip
     one = finished(*line, root=tmp_path / "one")
     assert_close(finished(*line, "parallel=ddp", TWO, root=tmp_path / "two"), one)
     assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
@@ -384,12 +380,9 @@ def test_a_sparse_buffer_is_refused_by_name_with_and_without_it(layout: str, per
 
 def test_statistics_that_other_processes_do_not_have_are_not_read(tmp_path: Path) -> None:
     line = [
-        *model("FreezesStatistics"),
-        "micro_batch_size=4",
-        "trainer.max_steps=8",
-        "trainer.eval_every=null",
+        *model("FreezesStatistics"), "micro_batch_size=4", "trainer.max_steps=8", "trainer.eval_every=null",
         "checkpoint.every=null",
-    ]
+    ]  # fmt: skip
     finished(*line, root=tmp_path / "one")
     refused = command(*line, "parallel=ddp", TWO, root=tmp_path / "two")
     assert refused.code == 78

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors import safe_open
 
 from framework.checkpoint.manifest import read_state
 from framework.runtime.environment import Environment
 from framework.runtime.preemption import PREEMPTION
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once
+from tests.harness import Ended, after_each, assert_same_bits, command, finished, once
 
 # 7 steps an epoch, of which the last is short (4 of 16 samples); 21 steps; BatchNorm, dropout and augmentation on
 RUN = [
@@ -41,18 +39,11 @@ def uninterrupted(strategy: str) -> Ended:
 def after_step(number: int, act: Callable[[], None]) -> Callable[[], None]:
     """Return what makes every rank of a command `act` at the end of that optimizer step."""
 
-    def plant() -> None:
-        original = Trainer.train_step
+    def look(trainer: Trainer, *_: object, **__: object) -> None:
+        if trainer.progress.step == number:
+            act()
 
-        def train_step(self: Trainer, *args: object, **kwargs: object) -> object:
-            result = original(self, *args, **kwargs)
-            if self.progress.step == number:
-                act()
-            return result
-
-        Trainer.train_step = train_step
-
-    return plant
+    return lambda: after_each(Trainer, "train_step", look)
 
 
 def preempt() -> None:
@@ -166,25 +157,3 @@ def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(tmp_path: 
     with open(ended.directory / "model.safetensors", "r+b") as file:
         file.truncate(1000)
     assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted("single"))
-
-
-# --- one weight under two names
-
-TIED = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=40", "dataset.seq_len=12",
-        "model=gpt", "model.tie_embeddings=true", "model.dim=16", "model.num_layers=3", "model.num_heads=2",
-        "global_batch_size=8", "trainer.max_epochs=2", "trainer.log_every=1", "checkpoint.every=null",
-        "trainer.ema_decay=0.9", "precision=fp64", "micro_batch_size=4"]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "optimizer"), [("single", "adamw"), ("fsdp 2", "muon")])
-def test_a_tied_weight_is_saved_once_and_stays_tied(strategy: str, optimizer: str, tmp_path: Path) -> None:
-    line = [*TIED, f"optimizer={optimizer}", *STRATEGIES[strategy]]
-    stopped = command(*line, root=tmp_path / "runs", before=after_step(4, preempt))
-    assert stopped.code == 75, stopped.output
-    ended = finished(*line, root=tmp_path / "runs")
-    assert_close(ended, once(*TIED, f"optimizer={optimizer}"))
-    assert torch.equal(ended.weights["embedding.weight"], ended.weights["head.weight"])
-    first = next((stopped.directory / "checkpoints").iterdir())
-    names = {name for path in first.glob("*.safetensors") for name in safe_open(path, framework="pt").keys()}
-    assert "model/embedding.weight" in names and "model/head.weight" not in names

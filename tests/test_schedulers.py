@@ -189,22 +189,6 @@ def test_the_weights_are_those_of_the_script_with_its_momentum(tmp_path: Path) -
         assert torch.allclose(tensor, ended.weights[name], rtol=1e-12, atol=1e-14), name
 
 
-REFUSED = {
-    "no unit": ([f"scheduler._target_={TORCH}.StepLR", "+scheduler.step_size=2"], "scheduler.every: is missing (epoch or step ..."),
-    "another unit": ([f"scheduler._target_={TORCH}.StepLR", "+scheduler.step_size=2", "+scheduler.every=batch"], "scheduler.every: 'batch' is not valid (epoch or step)"),
-    "a unit of a function of the step": (["scheduler=cosine", "+scheduler.every=epoch"], "scheduler.every: this schedule is a function of the step ..."),
-    "a rate of zero": ([f"scheduler._target_={TORCH}.StepLR", "+scheduler.step_size=2", "+scheduler.every=step", "optimizer=sgd", "optimizer._target_=torch.optim.SGD", "+optimizer.lr=0.0"], "optimizer.lr: 0, but a scheduler of torch multiplies it ..."),
-    "a metric": ([f"scheduler._target_={TORCH}.ReduceLROnPlateau", "+scheduler.every=epoch"], "scheduler: ReduceLROnPlateau uses a metric ... scheduler=cosine ..."),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_schedule_that_is_not_clear_is_refused(what: str, tmp_path: Path) -> None:
-    words, expected = REFUSED[what]
-    refused = command("model=mlp", *words, root=tmp_path / "runs")
-    assert refused.code == 78 and refused.output == Says(expected), refused.output
-
-
 class Drawn(of_torch.LRScheduler):
     def get_lr(self) -> list[float]:
         return [base * float(torch.rand(())) for base in self.base_lrs]

@@ -12,7 +12,7 @@ from framework.config.folders import groups, option_node, options
 from framework.data.synthetic import Synthetic
 from framework.loggers.tensorboard import TensorBoard
 from framework.runtime.secrets import HIDDEN, is_secret_key, redact, secrets_in
-from tests.harness import Ended, command
+from tests.harness import Ended, before_each, command, refused
 
 RUN = [
     "dataset=synthetic", "dataset.num_train=64", "dataset.num_val=16", "dataset.num_test=16", "dataset.image_size=8",
@@ -41,9 +41,8 @@ def assert_no_canary(ended: Ended) -> None:
 def plant_talk() -> None:
     """Have the data and a sink say secrets in every way there is, and the run go on."""
     os.environ |= VARIABLES
-    load = Synthetic.load
 
-    def talking_load(self: Synthetic, split: str) -> object:
+    def talk(data: Synthetic, split: str) -> None:
         print(STORY)
         print(STORY, file=sys.stderr)
         with warnings.catch_warnings():
@@ -55,12 +54,11 @@ def plant_talk() -> None:
             raise OSError(STORY)
         except OSError:
             logging.getLogger("steadfast").exception("no connection")
-        return load(self, split)
 
     def failing_log(self: TensorBoard, row: object) -> None:
         raise ConnectionError(STORY)
 
-    Synthetic.load = talking_load  # type: ignore[method-assign,assignment]
+    before_each(Synthetic, "load", talk)
     TensorBoard.log = failing_log  # type: ignore[method-assign,assignment]
 
 
@@ -110,15 +108,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(("key", "overrides", "what"), REFUSED, ids=[" ".join(line)[:40] for _, line, _ in REFUSED])
-def test_a_secret_in_the_configuration_is_refused(key: str, overrides: list[str], what: str, tmp_path: Path) -> None:
-    refused = command(*overrides, root=tmp_path / "runs", before=lambda: os.environ.update(VARIABLES))
-    assert refused.code == 78, refused.output
-    (line,) = [line for line in refused.output.splitlines() if line.startswith(f"{key}: ")]
-    assert what in line and "leave it out" in line
-    assert "canary" not in refused.output
-    assert not refused.root.exists() or not list(refused.root.iterdir())
+def test_a_secret_in_the_configuration_is_refused(
+    key: str, overrides: list[str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    said = refused(*overrides)
+    (line,) = [line for line in said.splitlines() if line.startswith(f"{key}: ")]
+    assert what in line and "leave it out" in line and "canary" not in said
 
 
 def test_every_option_of_ours_is_free_of_secrets() -> None:

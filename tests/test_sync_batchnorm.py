@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Ended, assert_close, command, finished
+from tests.harness import Ended, assert_close, finished
 from tests.test_conformance import SMALL
 
 # batches of 14 and one of 10: shares of 5, 5 and 4; of a batch of 2, one rank of three has nothing
@@ -47,10 +47,3 @@ def test_without_it_they_are_not(one_process: tuple[list[str], Ended], tmp_path:
     run = finished(*line, "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "runs")
     with pytest.raises(AssertionError):
         assert_close(run, alone)
-
-
-def test_stages_that_have_no_samples_of_their_own_refuse_it(tmp_path: Path) -> None:
-    refused = command(*RUN, SYNC, "parallel=ddp+pp", "launch.nproc_per_node=4", root=tmp_path / "runs")
-    assert refused.code == 78
-    what = "true, but processes along the pipeline axis do not have their own samples"
-    assert refused.output == f"trainer.sync_batchnorm: {what} (false, or parallel=ddp, zero, fsdp or hsdp)\n"

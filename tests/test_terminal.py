@@ -309,19 +309,6 @@ def test_status_shows_whole_ids_and_what_differs(columns: int, runs: Ended) -> N
     assert "is not finite" in why, "the reason is whole, wherever it is"
 
 
-def test_status_of_a_sweep_shows_ids_and_swept_values(tmp_path: Path) -> None:
-    line = [*RUN, "trainer.max_epochs=1", "seed=1,2", "optimizer.lr=0.1"]
-    run = lambda overrides: sweep(overrides, [])  # noqa: E731
-    assert command(*line, root=tmp_path / "runs", run=run).code == 0
-    ids = {path.parent.name for path in (tmp_path / "runs").glob("default/*/config.yaml")}
-    (folder,) = (tmp_path / "runs").glob("sweeps/*")
-    by_line, by_folder = command("mode=status", *line, root=tmp_path / "runs", run=run), command("mode=status", root=folder)
-    for told in (by_line.output, by_folder.output):
-        rows = [text.split() for text in told.splitlines()[2:4]]
-        assert {row[0].removeprefix("default/") for row in rows} == ids
-        assert {word for row in rows for word in row if word.startswith("seed=")} == {"seed=1", "seed=2"}
-
-
 # --- help
 
 

@@ -99,9 +99,9 @@ def note_unpickling(file: Path) -> Callable[[], None]:
     "more", [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])], ids=["plain", "compiled"]
 )
 def test_a_run_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: Path) -> None:
-    line = [*RUN, *more, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
-    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
-    run = finished(*line, root=tmp_path / "runs", before=note_unpickling(tmp_path / "found"), with_curves=True)
+    assert command(*RUN, *more, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    sinks = ["logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
+    run = finished(*RUN, *more, *sinks, root=tmp_path / "runs", before=note_unpickling(tmp_path / "found"), with_curves=True)
     assert "continuing from" in run.output
     found = [text for text in (tmp_path / "found").read_text().split(END) if text] if (tmp_path / "found").exists() else []
     # what the run has compiled, in its own folder, is torch's pickles

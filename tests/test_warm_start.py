@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from framework.cli import run
-from tests.harness import Ended, assert_same_bits, command, finished, once
+from tests.harness import Ended, assert_same_bits, before_each, command, finished, once, refused
 from tests.test_conformance import layouts
 from tests.test_resume import after_step, preempt
 
@@ -97,26 +97,6 @@ class Payload:
         return os.system, ("false",)
 
 
-def a_pickle(path: Path) -> None:
-    path.write_bytes(pickle.dumps(Payload()))
-
-
-def an_endless_header(path: Path) -> None:
-    path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
-
-
-def an_escape(path: Path) -> None:
-    save_file({"\x1b[2J": torch.zeros(1)}, path)
-
-
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def nothing(path: Path) -> None:
-    pass
-
-
 def a_strangers(path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
@@ -124,49 +104,32 @@ def a_strangers(path: Path) -> None:
     os.chown(path, 54321, -1)
 
 
-def of_another_model(path: Path) -> None:
-    save_file({"fc.weight": torch.zeros(3), "norm.weight": torch.zeros(99)}, path)
-
-
 @pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (a_pickle, "is not a safetensors file: "),
-        (an_endless_header, "is not a safetensors file: "),
-        (an_escape, "has a name that cannot be printed: '\\x1b[2J'"),
-        (a_pipe, "is a device or a pipe instead of a file"),
+        (lambda path: path.write_bytes(pickle.dumps(Payload())), "is not a safetensors file: "),
+        (lambda path: path.write_bytes(struct.pack("<Q", 2**63) + b"{}"), "is not a safetensors file: "),
+        (lambda path: save_file({"\x1b[2J": torch.zeros(1)}, path), "has a name that cannot be printed: '\\x1b[2J'"),
+        (os.mkfifo, "is a device or a pipe instead of a file"),
         (a_strangers, "belongs to another user (uid 54321)"),
-        (of_another_model, "fits this model ("),
+        (lambda path: save_file({"fc.weight": torch.zeros(3), "norm.weight": torch.zeros(99)}, path), "fits this model ("),
     ],
 )
 def test_what_is_no_file_of_weights_is_refused(make: Callable[[Path], None], said: str, tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     make(path)
-    refused = command(*RUN, init(path), root=tmp_path / "runs")
-    assert refused.code == 78, refused.output
-    assert refused.output.startswith("model.init_from: ") and said in refused.output
-    assert not list((tmp_path / "runs").iterdir())
+    found = refused(*RUN, init(path))
+    assert found.startswith("model.init_from: ") and said in found
 
 
-def test_two_places_to_begin_from_are_refused(tmp_path: Path) -> None:
+def test_two_places_to_begin_from_are_refused() -> None:
     line = [init(first().directory / "model.safetensors"), f"run.resume={first().directory}", "name=other"]
-    refused = command(*RUN, *line, root=tmp_path / "runs")
-    assert refused.code == 78
-    assert "model.init_from: cannot be given together with run.resume: each chooses the first weights" in refused.output
+    assert "model.init_from: cannot be given together with run.resume: each chooses the first weights" in refused(*RUN, *line)
 
 
 def change_before_the_start(path: Path) -> Callable[[], None]:
-    def plant() -> None:
-        original = run.claim
-
-        def change_first(*arguments: object, **named: object) -> object:
-            path.write_bytes(path.read_bytes() + b" ")
-            return original(*arguments, **named)  # type: ignore[arg-type]  # what it was given
-
-        run.claim = change_first  # type: ignore[assignment]
-
-    return plant
+    return lambda: before_each(run, "claim", lambda *_, **__: path.write_bytes(path.read_bytes() + b" "))
 
 
 def test_a_file_that_changes_before_the_start_is_refused(tmp_path: Path) -> None:

@@ -30,13 +30,9 @@ def _hf(kind: str, task: str, **options: Any) -> Make:
 
 
 LM = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24,
     "max_position_embeddings": 16,
-}
+}  # fmt: skip
 ROTARY = LM | {"num_key_value_heads": 2, "pad_token_id": 0}
 EXPERTS = ROTARY | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 GPT2 = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 3, "n_head": 4}

@@ -43,51 +43,8 @@ class Payload:
         return os.system, (f"touch '{self.canary}'",)
 
 
-Attack = Callable[[Path, Path], None]  # (the checkpoint, a folder outside the run)
-ATTACKS: dict[str, tuple[Attack, str]] = {}
-
-
-def attack(reason: str, *, name: str = "") -> Callable[[Attack], Attack]:
-    """Enter an attack with the reason for which it is to be refused. The manifest is made right after it."""
-
-    def enter(function: Attack) -> Attack:
-        ATTACKS[name or function.__name__] = (function, reason)
-        return function
-
-    return enter
-
-
-def unsealed(function: Attack) -> Attack:
-    """Mark an attack on the manifest itself."""
-    function.unsealed = True  # type: ignore[attr-defined]
-    return function
-
-
-# --- Pickles
-
-
-@attack("manifest.json is damaged: files..metadata.[key]")
-def a_pickle_in_metadata(path: Path, outside: Path) -> None:
-    (path / ".metadata").write_bytes(pickle.dumps(Payload(outside / "canary")))
-
-
-@attack("is not a safetensors file")
-def a_pickle_for_a_shard(path: Path, outside: Path) -> None:
-    (path / SHARD).write_bytes(pickle.dumps(Payload(outside / "canary")))
-
-
-# --- Ways out of the directory
-
-
-def name_in_the_manifest(path: Path, name: str) -> None:
-    edit(path, lambda manifest: manifest["files"].update({name: digest(path / name)}))
-
-
-@attack("manifest.json is damaged: files.../../")
-@unsealed
-def a_name_that_leads_out(path: Path, outside: Path) -> None:
-    shutil.copy(path / SHARD, path.parent.parent / "away.safetensors")
-    name_in_the_manifest(path, "../../away.safetensors")
+Attack = Callable[[Path, Path], object]  # (the checkpoint, a folder outside the run)
+Header = dict[str, Any]
 
 
 def link(path: Path, outside: Path) -> None:
@@ -97,25 +54,10 @@ def link(path: Path, outside: Path) -> None:
     path.symlink_to(there)
 
 
-@attack("is a symbolic link instead of a file")
-@unsealed
-def a_linked_shard(path: Path, outside: Path) -> None:
-    link(path / SHARD, outside)
-
-
-@attack("'manifest.json' is a symbolic link instead of a file")
-@unsealed
-def a_linked_manifest(path: Path, outside: Path) -> None:
-    link(path / MANIFEST, outside)
-
-
-@attack("is a symbolic link instead of a directory")
-@unsealed
-def a_linked_checkpoint(path: Path, outside: Path) -> None:
-    link(path, outside)
-
-
-# --- What is not a file
+def lead_out(path: Path, outside: Path) -> None:
+    shutil.copy(path / SHARD, path.parent.parent / "away.safetensors")
+    name = "../../away.safetensors"
+    edit(path, lambda manifest: manifest["files"].update({name: digest(path / name)}))
 
 
 def replace_by_pipe(path: Path) -> None:
@@ -123,29 +65,9 @@ def replace_by_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-@attack(f"'{SHARD}' is a device or a pipe instead of a file")
-def a_pipe_for_a_shard(path: Path, outside: Path) -> None:
-    replace_by_pipe(path / SHARD)
-
-
-@attack("'manifest.json' is a device or a pipe instead of a file")
-@unsealed
-def a_pipe_for_the_manifest(path: Path, outside: Path) -> None:
-    replace_by_pipe(path / MANIFEST)
-
-
-if os.geteuid() == 0:  # others may not make devices
-
-    @attack(f"'{SHARD}' is a device or a pipe instead of a file")
-    def a_device_without_an_end(path: Path, outside: Path) -> None:
-        (path / SHARD).unlink()
-        os.mknod(path / SHARD, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
-
-
-# --- Tensors
-
-
-Header = dict[str, Any]
+def replace_by_zeros(path: Path) -> None:
+    path.unlink()
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
 
 
 def edit_header(path: Path, edit: Callable[[Header], Any]) -> None:
@@ -166,120 +88,155 @@ def edit_places(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     edit_header(path, in_header)
 
 
-def weight(header: Header) -> Header:
-    return next(entry for name, entry in sorted(header.items()) if name.startswith("model/") and len(entry["shape"]) == 2)
-
-
-def set_place(path: Path, value: Any) -> None:
-    edit_places(path, lambda places: next(iter(places.values())).update(saved_offsets=value))
-
-
-for size in (2**32, 2**64 - 1):
-
-    @attack("is not a safetensors file", name=f"a_header_of_{size}_bytes")
-    def a_header_of_absurd_length(path: Path, outside: Path, size: int = size) -> None:
-        (path / SHARD).write_bytes(struct.pack("<Q", size) + (path / SHARD).read_bytes()[8:])
-
-
-@attack("is not a safetensors file")
-def a_tensor_of_terabytes(path: Path, outside: Path) -> None:
-    edit_header(path, lambda header: weight(header).update(shape=[2**40, 8]))
-
-
-@attack("more than its disk has")
-@unsealed
-def a_file_of_terabytes_of_nothing(path: Path, outside: Path) -> None:
+def enlarge(path: Path, outside: Path) -> None:
+    """Describe a tensor of terabytes, which a file with a hole that large really has."""
     terabytes = 1 << 43
 
-    def enlarge(header: Header) -> None:
+    def add(header: Header) -> None:
         end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
         header["optimizer/x/y"] = {"dtype": "U8", "shape": [terabytes], "data_offsets": [end, end + terabytes]}
 
-    edit_header(path, enlarge)
+    edit_header(path, add)
     os.truncate(path / SHARD, (path / SHARD).stat().st_size + terabytes)
     edit(path, lambda manifest: manifest["files"][SHARD].update(size=(path / SHARD).stat().st_size))
 
 
-@attack("is not a safetensors file")
-def a_header_nested_deeply(path: Path, outside: Path) -> None:
-    text = b'{"a":' * 50_000
-    (path / SHARD).write_bytes(struct.pack("<Q", len(text)) + text)
+def rename(path: Path, tensor: str) -> None:
+    def in_header(header: Header) -> None:
+        name = next(name for name in header if name.startswith("model/"))
+        header[tensor] = header.pop(name)
+
+    edit_header(path, in_header)
+    edit_places(path, lambda places: places.update({tensor: places.pop(next(name for name in places if name[:6] == "model/"))}))
 
 
-for label, tensor in {"of_another_kind": "../../canary", "whose_name_clears_the_screen": "model/\x1b[2J"}.items():
+def set_state(path: Path, key: str, value: Any) -> None:
+    def change(content: Content) -> None:
+        node = content["state"]
+        *above, last = key.split(".")
+        for part in above:
+            node = node[part]
+        node[last] = value
 
-    @attack("does not belong to the model", name=f"a_tensor_{label}")
-    def a_tensor_of_another_name(path: Path, outside: Path, tensor: str = tensor) -> None:
-        def rename(header: Header) -> None:
-            name = next(name for name in header if name.startswith("model/"))
-            header[tensor] = header.pop(name)
-            places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-            places[tensor] = places.pop(name)
-            header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
-
-        edit_header(path, rename)
+    edit(path, change)
 
 
-@attack("has chunks that do not make up one tensor")
-def a_chunk_placed_far_out(path: Path, outside: Path) -> None:
-    edit_places(path, lambda places: [p["saved_offsets"].__setitem__(0, 2**40) for p in places.values() if p["saved_offsets"]])
+def weight(header: Header) -> Header:
+    return next(entry for name, entry in sorted(header.items()) if name.startswith("model/") and len(entry["shape"]) == 2)
 
 
-for label, value in {"negative": [-1], "text": ["x"], "deep": [[[]]], "huge": [10**30], "no list": {"a": 1}}.items():
-
-    @attack("misplaces its tensors", name=f"a_place_that_is_{label.replace(' ', '_')}")
-    def a_place_that_is_none(path: Path, outside: Path, value: Any = value) -> None:
-        set_place(path, value)
+def shard(content: Callable[[bytes], bytes]) -> Attack:
+    """Return what writes other bytes into the file of tensors."""
+    return lambda path, outside: (path / SHARD).write_bytes(content((path / SHARD).read_bytes()))
 
 
-@attack("has chunks of different dimensions")
-def a_place_of_other_dimensions(path: Path, outside: Path) -> None:
-    edit_places(path, lambda places: [place.update(saved_offsets=[0] * 9) for place in places.values()])
+def sized(size: int) -> bytes:
+    return struct.pack("<Q", size)
 
 
-@attack("does not say where its tensors belong")
-def no_places(path: Path, outside: Path) -> None:
-    edit_header(path, lambda header: header.pop("__metadata__"))
+def place(value: Any) -> Attack:
+    return lambda path, outside: edit_places(path, lambda places: next(iter(places.values())).update(saved_offsets=value))
 
 
-@attack("has chunks that do not make up one tensor")
-def one_chunk_twice(path: Path, outside: Path) -> None:
-    shutil.copy(path / SHARD, path / SHARD.replace("00001", "00002"))
-
-
-# --- JSON
-
-
-def nested(opening: str) -> bytes:
-    return opening.encode() * 100_000
-
-
-DUPLICATES = b'{"format": 2, "format": 2, "files": {}, "step": 1}'
-HUGE = b'{"step": ' + b"9" * 10_000 + b"}"
+DEEP = b'{"a":' * 50_000
+MISPLACED, NO_FILE, NO_STATE = "misplaces its tensors", "is not a safetensors file", "its state is not the state of a run"
+NOT_ONE = "has chunks that do not make up one tensor"
+SEALED: dict[str, tuple[str, Attack]] = {  # the reason for which it is to be refused; the manifest is made right after it
+    "a_pickle_in_metadata": (
+        "manifest.json is damaged: files..metadata.[key]",
+        lambda path, outside: (path / ".metadata").write_bytes(pickle.dumps(Payload(outside / "canary"))),
+    ),
+    "a_pickle_for_a_shard": (
+        NO_FILE,
+        lambda path, outside: (path / SHARD).write_bytes(pickle.dumps(Payload(outside / "canary"))),
+    ),
+    "a_pipe_for_a_shard": (
+        f"'{SHARD}' is a device or a pipe instead of a file",
+        lambda path, outside: replace_by_pipe(path / SHARD),
+    ),
+    "a_header_of_4_GiB": (NO_FILE, shard(lambda content: sized(2**32) + content[8:])),
+    "a_header_of_absurd_length": (NO_FILE, shard(lambda content: sized(2**64 - 1) + content[8:])),
+    "a_header_nested_deeply": (NO_FILE, shard(lambda content: sized(len(DEEP)) + DEEP)),
+    "a_tensor_of_terabytes": (
+        NO_FILE,
+        lambda path, outside: edit_header(path, lambda header: weight(header).update(shape=[2**40, 8])),
+    ),
+    "a_tensor_of_another_kind": ("does not belong to the model", lambda path, outside: rename(path, "../../canary")),
+    "a_tensor_whose_name_clears_the_screen": (
+        "does not belong to the model",
+        lambda path, outside: rename(path, "model/\x1b[2J"),
+    ),
+    "a_chunk_placed_far_out": (
+        NOT_ONE,
+        lambda path, outside: edit_places(
+            path, lambda places: [p["saved_offsets"].__setitem__(0, 2**40) for p in places.values() if p["saved_offsets"]]
+        ),
+    ),
+    "one_chunk_twice": (NOT_ONE, lambda path, outside: shutil.copy(path / SHARD, path / SHARD.replace("00001", "00002"))),
+    "a_place_that_is_negative": (MISPLACED, place([-1])),
+    "a_place_that_is_text": (MISPLACED, place(["x"])),
+    "a_place_that_is_deep": (MISPLACED, place([[[]]])),
+    "a_place_that_is_huge": (MISPLACED, place([10**30])),
+    "a_place_that_is_no_list": (MISPLACED, place({"a": 1})),
+    "a_place_of_other_dimensions": (
+        "has chunks of different dimensions",
+        lambda path, outside: edit_places(
+            path, lambda places: [place.update(saved_offsets=[0] * 9) for place in places.values()]
+        ),
+    ),
+    "no_places": (
+        "does not say where its tensors belong",
+        lambda path, outside: edit_header(path, lambda header: header.pop("__metadata__")),
+    ),
+    "a_state_without_facts": (NO_STATE, lambda path, outside: edit(path, lambda content: content["state"].pop("facts"))),
+}
+UNSEALED: dict[str, tuple[str, Attack]] = {  # on the manifest itself
+    "a_name_that_leads_out": ("manifest.json is damaged: files.../../", lead_out),
+    "a_linked_shard": ("is a symbolic link instead of a file", lambda path, outside: link(path / SHARD, outside)),
+    "a_linked_manifest": (
+        "'manifest.json' is a symbolic link instead of a file",
+        lambda path, outside: link(path / MANIFEST, outside),
+    ),
+    "a_linked_checkpoint": ("is a symbolic link instead of a directory", link),
+    "a_pipe_for_the_manifest": (
+        "'manifest.json' is a device or a pipe instead of a file",
+        lambda path, outside: replace_by_pipe(path / MANIFEST),
+    ),
+    "a_file_of_terabytes_of_nothing": ("more than its disk has", enlarge),
+    "a_negative_size": (
+        "manifest.json is damaged",
+        lambda path, outside: edit(path, lambda manifest: manifest["files"][SHARD].update(size=-1)),
+    ),
+}
+if os.geteuid() == 0:  # others may not make devices, and cannot give files away
+    SEALED |= {
+        "a_device_without_an_end": (
+            f"'{SHARD}' is a device or a pipe instead of a file",
+            lambda path, outside: replace_by_zeros(path / SHARD),
+        ),
+        "a_strangers_directory": (
+            f"belongs to another user (uid {STRANGER}), who can change it at any moment; if you trust them, copy",
+            lambda path, outside: os.chown(path, STRANGER, -1),
+        ),
+        "a_strangers_file": (
+            f"'{SHARD}' belongs to another user (uid {STRANGER})",
+            lambda path, outside: os.chown(path / SHARD, STRANGER, -1),
+        ),
+    }
 TEXTS = {
-    "nested_deeply": (nested("["), "nested too deeply"),
-    "of_nested_objects": (nested('{"a":'), "nested too deeply"),
+    "nested_deeply": (b"[" * 100_000, "nested too deeply"),
+    "of_nested_objects": (b'{"a":' * 100_000, "nested too deeply"),
     "gigantic": (b" " * (17 << 20), "is too large"),
     "not_utf_8": (b'{"step": "\xff"}', "is damaged"),
-    "with_a_key_twice": (DUPLICATES, "a key occurs twice"),
-    "with_a_huge_integer": (HUGE, "is damaged"),
+    "with_a_key_twice": (b'{"format": 2, "format": 2, "files": {}, "step": 1}', "a key occurs twice"),
+    "with_a_huge_integer": (b'{"step": ' + b"9" * 10_000 + b"}", "is damaged"),
     "a_list": (b"[]", "is"),
     "empty": (b"", "is damaged"),
 }
-for label, (text, reason) in TEXTS.items():
-
-    @attack(reason, name=f"a_manifest_{label}")
-    @unsealed
-    def a_manifest(path: Path, outside: Path, text: bytes = text) -> None:
-        (path / MANIFEST).write_bytes(text)
-
-
-@attack("manifest.json is damaged")
-@unsealed
-def a_negative_size(path: Path, outside: Path) -> None:
-    edit(path, lambda manifest: manifest["files"][SHARD].update(size=-1))
-
-
+UNSEALED |= {
+    f"a_manifest_{label}": (reason, lambda path, outside, text=text: (path / MANIFEST).write_bytes(text))  # type: ignore[misc]
+    for label, (text, reason) in TEXTS.items()
+}
 VALUES: dict[str, Any] = {
     "progress.step": ["x", -1, 10**30, 1.5, None],
     "progress.wall_s": [float("nan"), -1.0],
@@ -294,38 +251,12 @@ VALUES: dict[str, Any] = {
     "record_id": [1, "../x-00000000", "x-00000000\n", "x-1"],
     "unknown": [1],
 }
-for key, values in VALUES.items():
-    for number, value in enumerate(values):
-
-        @attack("its state is not the state of a run", name=f"a_state_with_{key}_{number}")
-        def a_state_with(path: Path, outside: Path, key: str = key, value: Any = value) -> None:
-            def change(content: Content) -> None:
-                node = content["state"]
-                *above, last = key.split(".")
-                for part in above:
-                    node = node[part]
-                node[last] = value
-
-            edit(path, change)
-
-
-@attack("its state is not the state of a run")
-def a_state_without_facts(path: Path, outside: Path) -> None:
-    edit(path, lambda content: content["state"].pop("facts"))
-
-
-# --- Another user's
-
-
-if os.geteuid() == 0:  # others cannot give files away
-
-    @attack(f"belongs to another user (uid {STRANGER}), who can change it at any moment; if you trust them, copy")
-    def a_strangers_directory(path: Path, outside: Path) -> None:
-        os.chown(path, STRANGER, -1)
-
-    @attack(f"'{SHARD}' belongs to another user (uid {STRANGER})")
-    def a_strangers_file(path: Path, outside: Path) -> None:
-        os.chown(path / SHARD, STRANGER, -1)
+SEALED |= {
+    f"a_state_with_{key}_{number}": (NO_STATE, lambda path, outside, key=key, value=value: set_state(path, key, value))  # type: ignore[misc]
+    for key, values in VALUES.items()
+    for number, value in enumerate(values)
+}
+ATTACKS = SEALED | UNSEALED
 
 
 # --- The tests
@@ -339,13 +270,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 def make(name: str, *, of: Path, at: Path, outside: Path) -> str:
     """Make a hostile checkpoint of a good one. Returns the reason for which it is to be refused."""
-    action, reason = ATTACKS[name]
+    reason, action = ATTACKS[name]
     outside.mkdir()
     shutil.copytree(of, at)
     edit(at, lambda content: content.update(step=step_of(at)))
     seal(at)
     action(at, outside)
-    if not hasattr(action, "unsealed"):
+    if name in SEALED:
         seal(at)
     return reason
 

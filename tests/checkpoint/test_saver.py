@@ -18,8 +18,8 @@ from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, command, finished, once
-from tests.test_resume import RUN, STRATEGIES, crash
+from tests.harness import Ended, after_each, assert_same_bits, command, finished, once
+from tests.test_resume import RUN, STRATEGIES
 
 ASYNC, SYNC = "checkpoint.async_save=true", "checkpoint.async_save=false"
 CASES = ["ddp 2", "fsdp 2"]
@@ -27,30 +27,12 @@ CASES = ["ddp 2", "fsdp 2"]
 
 def in_each_save(act: Callable[[int], None]) -> Callable[[], None]:
     """Return what makes every rank `act` on the step that is saved when it has written its part of a checkpoint."""
-
-    def plant() -> None:
-        original = CheckpointStore._write
-
-        def write(self: CheckpointStore, beside: Path, tensors: object) -> object:
-            files = original(self, beside, tensors)
-            act(int(beside.name[-8:]))
-            return files
-
-        CheckpointStore._write = write  # type: ignore[method-assign,assignment]
-
-    return plant
+    return lambda: after_each(CheckpointStore, "_write", lambda store, beside, tensors: act(int(beside.name[-8:])))
 
 
-def on_steps(act: Callable[[int], None]) -> None:
+def on_steps(act: Callable[[int], object]) -> None:
     """Have every rank `act` on the number of each step that it has taken."""
-    original = Trainer.train_step
-
-    def train_step(self: Trainer, *args: object, **kwargs: object) -> object:
-        result = original(self, *args, **kwargs)  # type: ignore[arg-type]
-        act(self.progress.step)
-        return result
-
-    Trainer.train_step = train_step  # type: ignore[method-assign,assignment]
+    after_each(Trainer, "train_step", lambda trainer, *_, **__: act(trainer.progress.step))
 
 
 def written_between_steps(strategy: str) -> Ended:
@@ -97,26 +79,6 @@ def test_steps_go_on_while_a_checkpoint_is_written(strategy: str, tmp_path: Path
                     row.pop(name, None)
         assert plain == expected
     assert ended.summary["saves"]["committed"] == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", CASES)
-def test_killed_while_a_checkpoint_is_written_it_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
-    line = [*RUN, *STRATEGIES[strategy], ASYNC]
-    for saved in (4, 12, 16):
-
-        def kill(step: int, saved: int = saved) -> None:
-            if step == saved:
-                crash()
-
-        killed = command(*line, root=tmp_path / "runs", before=in_each_save(kill))
-        assert killed.code == -signal.SIGKILL
-        names = sorted(path.name for path in (killed.directory / "checkpoints").iterdir())
-        assert (
-            any(name.startswith(".tmp_") and name.endswith(f"_step_{saved:08d}") for name in names)
-            and f"step_{saved:08d}" not in names
-        )
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps(strategy))
 
 
 @pytest.mark.quick(1)

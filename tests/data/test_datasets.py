@@ -117,13 +117,6 @@ def test_digits_are_those_of_the_repository_and_splits_cover_them_once():
     check_splits_cover(Digits(), total=1797)
 
 
-def test_digits_come_out_normalised():
-    inputs, targets = everything(Digits().load("train"))
-    images, _ = Digits().transform(torch.from_numpy(inputs), torch.from_numpy(targets), keys=None)
-    assert images.mean().item() == pytest.approx(0, abs=1e-3)
-    assert images.std().item() == pytest.approx(1, abs=1e-3)
-
-
 def test_augmentation_needs_both_the_setting_and_keys():
     inputs, targets = map(torch.from_numpy, Digits().load("val").gather(np.arange(8)))
     keys = np.arange(8, dtype=np.uint64)
@@ -165,8 +158,3 @@ def test_synthetic_vectors_are_tanh_of_a_linear_map():
     assert (inputs.dtype, targets.dtype, targets.shape) == (np.float32, np.float32, (1024, 3))
     solution, *_ = np.linalg.lstsq(inputs.astype(np.float64), np.arctanh(targets.astype(np.float64)), rcond=None)
     assert np.abs(np.tanh(inputs @ solution) - targets).max() < 1e-4
-
-
-def test_synthetic_refuses_augmentation_of_what_is_no_image():
-    with pytest.raises(ValueError, match=r"dataset\.augment=true"):
-        Synthetic(kind="tokens", augment=True)

@@ -6,7 +6,7 @@ import torch
 
 from framework.data.images import augment, normalise
 from framework.data.source import Images
-from framework.randomness import permutation, random_bits, random_integers, random_uniform
+from framework.randomness import permutation, random_bits, random_integers
 
 KEYS = random_bits(np.arange(20_000))
 
@@ -44,14 +44,6 @@ def test_random_integers_are_uniform_and_draws_are_independent():
         expected = len(KEYS) / high
         chi_squared = ((counts - expected) ** 2 / expected).sum()
         assert chi_squared < high - 1 + 4 * np.sqrt(2 * (high - 1))  # four standard deviations
-
-
-def test_random_uniform_has_the_mean_and_variance_of_the_unit_interval():
-    values = random_uniform(KEYS)
-    assert (values >= 0).all()
-    assert (values < 1).all()
-    assert values.mean() == pytest.approx(1 / 2, abs=0.01)
-    assert values.var() == pytest.approx(1 / 12, abs=0.002)
 
 
 def test_permutation_holds_each_number_once():

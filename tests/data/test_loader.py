@@ -8,7 +8,6 @@ import resource
 import signal
 import threading
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ from framework.data.order import Order
 from framework.data.source import Arrays, Selected, TokenSequences, Windows
 from framework.data.synthetic import Synthetic
 from framework.engine.seam import MicroBatch, Step
-from framework.runtime.preemption import PREEMPTION, SIGNALS
-from tests.harness import assert_same_bits, command, finished, together, with_loader_processes
-from tests.test_resume import after_step
+from framework.runtime.preemption import SIGNALS
 
 NUM_SAMPLES = 1258  # of the digits' training split; 79 batches of 16, the last of 10
 
@@ -215,34 +212,6 @@ def test_loader_processes_survive_a_signal_to_the_whole_group(signum: int) -> No
     for child in children:  # and they end with their loader all the same
         child.join(10)
         assert child.exitcode == 0
-
-
-RUN = ["dataset=digits", "dataset.augment=true", "model=mlp", "model.dim=8", "global_batch_size=64",
-       "trainer.max_epochs=null", "trainer.max_steps=24", "trainer.log_every=1", "trainer.eval_every=10",
-       "checkpoint.every=null"]  # fmt: skip
-
-
-def signal_group(signum: int = signal.SIGTERM) -> None:
-    os.killpg(0, signum)
-    while not PREEMPTION.requested:  # until our own handler has run
-        pass
-
-
-def signal_group_and_go_on() -> None:
-    for signum in SIGNALS:
-        signal_group(signum)
-        PREEMPTION.reset()
-
-
-@pytest.mark.slow
-def test_a_run_with_loader_processes_has_the_bits_of_one_without_also_after_signals(tmp_path: Path) -> None:
-    plain = finished(*RUN, root=tmp_path / "plain")
-    line = [*RUN, "dataset.num_workers=2"]
-    acts = together(with_loader_processes, after_step(5, signal_group_and_go_on))
-    assert_same_bits(finished(*line, root=tmp_path / "signalled", before=acts), plain)
-    stopped = command(*line, root=tmp_path / "stopped", before=together(with_loader_processes, after_step(21, signal_group)))
-    assert stopped.code == 75, stopped.output
-    assert_same_bits(finished(*line, root=tmp_path / "stopped", before=with_loader_processes), plain)
 
 
 def test_images_lie_in_memory_as_the_model_is_to_have_them() -> None:

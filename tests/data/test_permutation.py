@@ -102,7 +102,7 @@ def plant() -> None:
     framework.data.order._MOST_KEPT = 10
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[], ["parallel=ddp", "launch.nproc_per_node=2"]], ids=["single", "ddp 2"])
 def test_a_large_data_set_is_trained_on_in_its_new_order_however_it_is_executed(ranks: list[str], tmp_path: Path) -> None:
     exact = [*RUN, "precision=fp64", "micro_batch_size=4"]

@@ -12,12 +12,8 @@ from PIL import Image
 
 import framework.runtime.objects
 from framework.runtime.objects import Objects, StoreFailed, local_copy
-from tests.harness import assert_same_bits, begin, command, end, finished, wait_for
+from tests.harness import assert_same_bits, before_each, begin, command, end, finished, wait_for
 from tests.s3_server import S3Server
-from tests.test_resume import after_step, preempt
-
-pytest.importorskip("moto")
-pytest.importorskip("s3fs")
 
 QUICK = ["trainer.max_epochs=null", "trainer.max_steps=3", "trainer.log_every=1", "global_batch_size=8"]
 GPT = ["model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "dataset.seq_len=8", *QUICK]
@@ -64,13 +60,6 @@ def test_a_dataset_in_a_store_is_the_dataset_in_a_folder(store: Objects, tmp_pat
     assert "fetching" not in again.output
 
 
-def test_the_processes_of_a_run_fetch_once(store: Objects, tmp_path: Path) -> None:
-    line = [*make_text(tmp_path / "data"), "parallel=ddp", "launch.nproc_per_node=2", "dataset.num_workers=1"]
-    upload(store, tmp_path / "data")
-    ended = finished(*line, f"dataset.root={store.url}", root=tmp_path / "runs")
-    assert ended.output.count("fetching") == 1
-
-
 def test_commands_that_come_at_once_fetch_once(store: Objects, tmp_path: Path) -> None:
     line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
     upload(store, tmp_path / "data")
@@ -114,16 +103,15 @@ def test_what_changes_while_it_is_fetched_is_no_copy(store: Objects, monkeypatch
 
 
 def kill_at_the_second_file() -> None:
-    original, names = Objects.get, list[str]()
+    names = list[str]()
 
-    def get(self: Objects, name: str, path: Path) -> None:
+    def kill(objects: Objects, name: str, path: Path) -> None:
         if names:
             path.write_bytes(b"a part")
             os.kill(os.getpid(), signal.SIGKILL)
         names.append(name)
-        original(self, name, path)
 
-    Objects.get = get  # type: ignore[method-assign]
+    before_each(Objects, "get", kill)
 
 
 def test_a_kill_leaves_no_part_of_the_data(store: Objects, tmp_path: Path) -> None:
@@ -136,14 +124,7 @@ def test_a_kill_leaves_no_part_of_the_data(store: Objects, tmp_path: Path) -> No
 
 
 def slow_get() -> None:
-    original = Objects.get
-
-    def get(self: Objects, name: str, path: Path) -> None:
-        print("slowly", flush=True)
-        time.sleep(1.0)
-        original(self, name, path)
-
-    Objects.get = get  # type: ignore[method-assign]
+    before_each(Objects, "get", lambda *_: (print("slowly", flush=True), time.sleep(1.0)))
 
 
 def test_a_signal_ends_a_fetch_with_75(store: Objects, tmp_path: Path) -> None:
@@ -166,23 +147,6 @@ def test_a_copy_that_was_cut_short_in_the_cache_is_fetched_again(store: Objects,
     again = finished(*line, root=tmp_path / "again")
     assert "fetching" in again.output
     assert_same_bits(again, first)
-
-
-def test_a_run_does_not_go_on_with_data_that_have_changed_in_the_store(store: Objects, tmp_path: Path) -> None:
-    line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}", "trainer.max_steps=6", "checkpoint.every=2"]
-    upload(store, tmp_path / "data")
-    stopped = command(*line, root=tmp_path / "runs", before=after_step(3, preempt))
-    assert stopped.code == 75, stopped.output
-    text = (tmp_path / "data" / "a.py").read_text()
-    (tmp_path / "data" / "a.py").write_text(text.swapcase())  # of the same size
-    upload(store, tmp_path / "data")
-    refused = command(*line, root=tmp_path / "runs")
-    assert refused.code == 78 and "run.data: " in refused.output and "tokens has other content" in refused.output, (
-        refused.output
-    )
-    (tmp_path / "data" / "a.py").write_text(text)
-    upload(store, tmp_path / "data")
-    assert finished(*line, root=tmp_path / "runs").summary["restarts"] == 1  # a start that was refused is none
 
 
 def silent_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:

@@ -15,7 +15,7 @@ from framework.distributed.agreement import Agreement
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import finished
+from tests.harness import after_each, finished
 from tests.ranks import on_ranks
 from tests.test_loop import TINY
 
@@ -81,24 +81,17 @@ def test_a_step_sends_messages_by_size_not_by_parameter(strategy: str, tmp_path:
         counts, at_step = Counter[str](), dict[int, int]()
         count_messages(counts)
         Agreement.any_flags = lambda _, *flags, now=True: list(flags)  # type: ignore[method-assign]
-        original = Trainer.train_step
 
-        def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            at_step[self.progress.step] = counts.total()
-            if self.progress.step == 3 and Environment.read().rank == 0:
+        def note(trainer: Trainer, *_: Any, **__: Any) -> None:
+            at_step[trainer.progress.step] = counts.total()
+            if trainer.progress.step == 3 and Environment.read().rank == 0:
                 (tmp_path / "counts").write_text(json.dumps(at_step[3] - at_step[2]))
-            return result
 
-        Trainer.train_step = train_step  # type: ignore[method-assign]
+        after_each(Trainer, "train_step", note)
 
     line = [
-        *TINY,
-        "optimizer=adamw",
-        "model.num_layers=8",
-        "trainer.max_steps=4",
-        "trainer.log_every=4",
+        *TINY, "optimizer=adamw", "model.num_layers=8", "trainer.max_steps=4", "trainer.log_every=4",
         "trainer.max_epochs=null",
-    ]
+    ]  # fmt: skip
     finished(*line, *strategy.split(), f"launch.nproc_per_node={4 if 'pp' in strategy else 2}", root=tmp_path, before=count)
     assert json.loads((tmp_path / "counts").read_text()) == MESSAGES[strategy]

@@ -159,10 +159,6 @@ def test_a_process_with_some_tokens_of_each_sample_has_no_whole_outputs() -> Non
         sliced.outputs(INPUTS)
 
 
-def engine_norm(module: nn.Module) -> Tensor:
-    return torch.cat([gradient.flatten() for gradient in gradients(module)]).norm()
-
-
 def test_gradients_are_weighed_by_a_number_of_their_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one of another type CUDA multiplies them one by one: 123 launches in a step of GPT-2."""
     calls = list[tuple[set[torch.dtype], torch.dtype]]()

@@ -134,13 +134,9 @@ class Output(OrderedDict[str, Tensor]):
 
 
 TREES = [
-    Pair(torch.ones(2), 3),
-    Record(torch.ones(2)),
-    Output(logits=torch.ones(2)),
-    [torch.ones(2), 5],
-    (torch.ones(2),),
+    Pair(torch.ones(2), 3), Record(torch.ones(2)), Output(logits=torch.ones(2)), [torch.ones(2), 5], (torch.ones(2),),
     {"a": torch.ones(2)},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)

@@ -37,6 +37,13 @@ def pace(folder: Path) -> Callable[[], None]:
     return plant
 
 
+def steps_in(folder: Path) -> list[tuple[float, int, int, int]]:
+    """Return the steps that were noted: time, step, rank, world size."""
+    path = folder / "steps"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(float(at), int(step), int(rank), int(size)) for at, step, rank, size in map(str.split, lines)]
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     from train import main

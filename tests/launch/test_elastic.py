@@ -24,8 +24,8 @@ from framework.launch.elastic.meeting import SignedBackend
 from framework.runtime.torch_internals import DynamicRendezvous
 from framework.training.loop import Trainer
 from tests import harness
-from tests.harness import Ended, Says, assert_close, command, finished, once, wait_for
-from tests.launch.paced import ROOT, pace
+from tests.harness import Ended, assert_close, before_each, finished, once, wait_for
+from tests.launch.paced import ROOT, pace, steps_in
 from tests.launch.test_local import assert_gone
 from tests.test_bitwise import digest
 from tests.test_hangs import loop, sleep, stop
@@ -122,10 +122,7 @@ class Cluster:
         return found[0]
 
     def steps(self) -> list[tuple[float, int, int, int]]:
-        """Time, step, rank, world size."""
-        path = self.folder / "steps"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(float(at), int(step), int(rank), int(size)) for at, step, rank, size in map(str.split, lines)]
+        return steps_in(self.folder)
 
     def finish(self) -> None:
         self.slow.unlink()
@@ -226,24 +223,6 @@ def test_an_error_on_one_node_ends_the_run_on_all_when_it_comes_again(cluster: C
 
 
 @pytest.mark.slow
-def test_an_error_that_does_not_come_again_is_a_restart(cluster: Callable[..., Cluster]) -> None:
-    both = cluster(*RUN, *ELASTIC, "launch.nnodes=2")  # neither starts without the other
-    both.finish()
-    once = both.folder / "once"
-
-    def fail_once() -> None:
-        if not once.exists():
-            once.touch()
-            fail()
-
-    nodes = [both.start(), both.start(before=after_step(12, fail_once))]
-    ended = [node.end() for node in nodes]
-    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert ended[1].output.count("; restart 1 of 3") == 1
-    assert_close(ended[0], one())
-
-
-@pytest.mark.slow
 def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Callable[..., Cluster]) -> None:
     both = two(cluster)
     both.nodes[0].signal(signal.SIGTERM)
@@ -262,22 +241,6 @@ def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Calla
     steps = [step for at, step, _, _ in both.steps() if at > again_at]
     assert steps[0] == 1
     assert min(step for at, step, _, _ in both.steps() if at > killed_at + 1.0) > 16  # from a checkpoint
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (["launch.nnodes=0:2"], "launch.nnodes: '0:2' ... MIN:MAX"),
-        (["launch.nnodes=x"], "launch.nnodes: 'x' is not valid ("),
-        (["parallel=single"], "parallel: ... 2 ... launch.nproc_per_node=1 ... 2"),
-        (["parallel=fsdp", "parallel.shard=2"], "parallel.shard: 2 ... 1 ... launch.nproc_per_node=1 ... 1"),
-    ],
-)  # fmt: skip
-def test_numbers_of_nodes_that_cannot_be_are_refused(line: list[str], problem: str, tmp_path: Path) -> None:
-    refused = command(*RUN, *ELASTIC, *line, root=tmp_path / "runs")
-    assert refused.code == 78
-    assert refused.output == Says(problem), refused.output
-    assert not list(refused.root.iterdir())
 
 
 @pytest.mark.slow
@@ -444,17 +407,11 @@ def test_the_guilty_rank_is_named_wherever_it_is(what: str, cluster: Callable[..
 def at_step(step: int, act: Callable[[], object], *, on_rank: int | None) -> Callable[[], None]:
     """Have a rank, or all, do something after a step instead of going on."""
 
-    def plant() -> None:
-        original = Trainer.train_step
+    def look(trainer: Trainer, *_: Any, **__: Any) -> None:
+        if trainer.progress.step == step and on_rank in (None, trainer.world.rank):
+            act()
 
-        def train_step(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-            if trainer.progress.step == step and on_rank in (None, trainer.world.rank):
-                act()
-            return original(trainer, *args, **kwargs)
-
-        Trainer.train_step = train_step  # type: ignore[method-assign]
-
-    return plant
+    return lambda: before_each(Trainer, "train_step", look)
 
 
 @pytest.mark.slow

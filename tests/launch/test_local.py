@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from framework.launch import claim
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, begin, command, end, once, wait_for
+from tests.harness import Ended, after_each, around, assert_same_bits, begin, command, end, once, wait_for
 from tests.test_resume import RUN, STRATEGIES
 
 TWO = [*RUN, *STRATEGIES["ddp 2"]]
@@ -40,10 +41,8 @@ class Halted:
 
     def _plant(self) -> None:
         self.before()
-        original = Trainer.train_step
 
-        def train_step(trainer: Trainer, *args: object, **kwargs: object) -> object:
-            result = original(trainer, *args, **kwargs)
+        def halt(trainer: Trainer, *_: object, **__: object) -> None:
             mark = self.marks[Environment.read().rank]
             if trainer.progress.step == STOP_AT and not mark.exists():
                 beside = mark.with_suffix(".part")
@@ -51,9 +50,8 @@ class Halted:
                 beside.rename(mark)
                 while not self.go.exists():
                     time.sleep(0.01)
-            return result
 
-        Trainer.train_step = train_step  # type: ignore[method-assign,assignment]
+        after_each(Trainer, "train_step", halt)
 
     def resume(self) -> None:
         self.go.touch()
@@ -116,10 +114,6 @@ def leftovers(ended: Ended) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"steadfast_{key}_*"))
 
 
-def _log(root: Path) -> str:
-    return (root.parent / f"{root.name}.output").read_text()
-
-
 def test_a_second_process_on_the_same_run_is_refused_at_once(tmp_path: Path) -> None:
     run = Halted(*TWO, folder=tmp_path, num_ranks=2)
     second = command(*TWO, root=run.root, timeout_s=20)
@@ -131,16 +125,12 @@ def test_a_second_process_on_the_same_run_is_refused_at_once(tmp_path: Path) -> 
 
 
 def test_workers_refuse_a_configuration_that_changed_under_them(tmp_path: Path) -> None:
-    def plant() -> None:
-        original = claim.freeze
+    def freeze_then_edit(freeze: Any, config: dict, directory: Path, **options: str) -> object:
+        frozen = freeze(config, directory, **options)
+        frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
+        return frozen
 
-        def freeze_then_edit(config: dict, directory: Path, **options: str) -> object:
-            frozen = original(config, directory, **options)
-            frozen.path.write_text(frozen.path.read_text().replace("seed: 0", "seed: 1"))
-            return frozen
-
-        claim.freeze = freeze_then_edit  # type: ignore[assignment]
-
+    plant = lambda: around(claim, "freeze", freeze_then_edit)  # noqa: E731
     failed = command(*TWO, "launch.max_restarts=0", root=tmp_path / "runs", before=plant)
     assert failed.code == 1
     assert "has changed since this run was started" in failed.output

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from framework.runtime.lock import Claim, Lock, RunLocked, Taken
-from tests.harness import Ended, assert_same_bits, begin, command, finished, wait_for_checkpoint
+from tests.harness import Ended, assert_same_bits, before_each, begin, command, finished, wait_for_checkpoint
 from tests.hosts import mount_remote, needs_fuse, own_mounts
 from tests.launch.paced import pace
 
@@ -123,14 +123,11 @@ def test_a_command_that_was_frozen_stops_where_another_has_gone_on(moment: str, 
     def freeze_in_a_save() -> None:
         from framework.checkpoint.store import CheckpointStore
 
-        original = CheckpointStore._write
-
-        def write(store: CheckpointStore, staging: Path, tensors: dict) -> dict:
+        def freeze(store: CheckpointStore, staging: Path, tensors: object) -> None:
             if staging.name.endswith("8"):
                 os.kill(os.getpid(), signal.SIGSTOP)
-            return original(store, staging, tensors)
 
-        CheckpointStore._write = write  # type: ignore[method-assign]
+        before_each(CheckpointStore, "_write", freeze)
 
     alone = finished(*RUN, root=tmp_path / "alone")
     then = pace(tmp_path) if moment == "training" else freeze_in_a_save

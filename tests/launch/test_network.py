@@ -3,7 +3,7 @@
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,11 @@ from framework.checkpoint.store import CheckpointStore
 from framework.training.loop import Trainer
 from tests.harness import Ended, assert_close, exact_rows, once, wait_for
 from tests.hosts import Host, hosts, needs_hosts
+from tests.launch import test_elastic
 from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, Node, assert_no_trace, wait_for_store
 
 pytestmark = [needs_hosts, pytest.mark.timeout(300)]
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    made: list[Cluster] = []
-
-    def make(*overrides: str) -> Cluster:
-        made.append(Cluster(tmp_path, *overrides))
-        return made[-1]
-
-    yield make
-    for one in made:
-        for node in one.nodes:
-            node.process.kill()
-            node._wait(10.0)
+cluster = test_elastic.cluster
 
 
 def one() -> Ended:

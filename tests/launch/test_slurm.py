@@ -16,7 +16,7 @@ import pytest
 
 from framework.cli.run import checked_line
 from tests.harness import Ended, Says, assert_close, command, finished, once, wait_for, wait_for_checkpoint
-from tests.launch.paced import ROOT
+from tests.launch.paced import ROOT, steps_in
 from tests.launch.test_elastic import RUN, Cluster
 
 CLUSTER = ROOT / "slurm" / "local_cluster.sh"
@@ -99,10 +99,7 @@ class Run:
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.root.glob("*/*/slurm/*.out")))
 
     def steps(self) -> list[tuple[float, int, int, int]]:
-        """Time, step, rank, world size."""
-        path = self.folder / "steps"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(float(at), int(step), int(rank), int(size)) for at, step, rank, size in map(str.split, lines)]
+        return steps_in(self.folder)
 
     def wait_for_step(self, *, world_size: int, after: float = 0.0, timeout_s: float = 90) -> None:
         def is_there() -> bool:
@@ -157,22 +154,18 @@ def assert_ends_as(run: Run, one: Ended, *, restarts: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_on_two_nodes(submitted: Callable[..., Run]) -> None:
+def test_a_job_on_two_nodes_submitted_from_within_another_job(
+    submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Slurm tells the processes of that job, an interactive one say, is not for this one."""
+    for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE", "SBATCH_WAIT"):
+        monkeypatch.setenv(name, "1")
     run = submitted()
     again = run.submit()
     assert f"job {run.job} is RUNNING already: {run.now.directory}" in again.output and len(run.jobs) == 1
     assert_ends_as(run, one(), restarts=0)
     late = run.submit()
     assert "finished already" in late.output and len(run.jobs) == 1
-
-
-@pytest.mark.slow
-def test_a_submission_from_within_another_job(submitted: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Slurm tells the processes of that job, an interactive one say, is not for this one."""
-    for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("SBATCH_WAIT", "1")
-    assert_ends_as(submitted(), one(), restarts=0)
 
 
 @pytest.mark.slow
@@ -349,20 +342,6 @@ def test_what_is_edited_after_the_submission_changes_nothing(copy: Path, tmp_pat
     assert_ends_as(run, one(), restarts=0)
 
 
-@pytest.mark.slow
-def test_a_frozen_configuration_that_was_tampered_with_is_not_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    ask("scontrol", "update", "PartitionName=main", "State=DOWN")
-    try:
-        run = Run(tmp_path, *RUN, *TWO)
-        run.submit()
-        path = run.now.directory / "slurm" / "frozen.yaml"
-        path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
-    finally:
-        ask("scontrol", "update", "PartitionName=main", "State=UP")
-    run.wait_for_state("FAILED")
-    assert "has changed since this run was started" in run.log()
-
-
 # --- refused before anything is submitted
 
 
@@ -386,12 +365,6 @@ def test_what_the_cluster_does_not_have_is_refused(line: list[str], problem: str
     refused = command(*RUN, *TWO, *line, root=tmp_path / "runs")
     assert (refused.code, refused.output) == (78, Says(problem))
     assert not list(refused.root.iterdir())
-
-
-def test_all_problems_come_in_one_report(cluster: Path, tmp_path: Path) -> None:
-    refused = command(*RUN, *TWO, "optimizer.lrr=1", "launch.slurm.partition=hihg", root=tmp_path / "runs")
-    assert refused.code == 78
-    assert [line.partition(":")[0] for line in refused.output.splitlines()] == ["optimizer.lrr", "launch.slurm.partition"]
 
 
 def test_a_launcher_does_not_submit() -> None:

@@ -13,11 +13,13 @@ import pytest
 
 from framework.distributed.groups import serve_store
 from tests.harness import Ended, Says, assert_close, begin, command, end, finished, wait_for
+from tests.launch import test_slurm, test_slurm_sweep, test_sockets
 from tests.launch.paced import ROOT
 from tests.launch.test_elastic import RUN
-from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
-from tests.launch.test_slurm_sweep import ARRAY, SEEDS, Sweep, held, ids, multirun, sbatch_that, status, submitted  # noqa: F401
-from tests.launch.test_sockets import free_port  # noqa: F401
+from tests.launch.test_slurm import facts, one, pytestmark  # noqa: F401
+from tests.launch.test_slurm_sweep import ARRAY, SEEDS, Sweep, ids, multirun, status
+
+cluster, submitted, free_port = test_slurm.cluster, test_slurm_sweep.submitted, test_sockets.free_port
 
 HOLD = "launch.slurm.options.hold=true"
 GPU = [*ARRAY, HOLD, "launch.slurm.partition=gpu"]
@@ -51,10 +53,7 @@ def given(*words: str, folder: Path) -> Ended:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
-    line: list[str],
-    gpus: str,
-    cpus: int,
-    submitted: Sweep,  # noqa: F811
+    line: list[str], gpus: str, cpus: int, submitted: Sweep
 ) -> None:
     told = command(*GPU, *line, root=submitted.root)
     asked = facts(*ids(told))
@@ -79,20 +78,20 @@ def test_a_job_asks_for_the_gpus_and_cpus_that_its_processes_need(
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_does_not_fit_the_cluster_is_refused(line: list[str], problem: str, cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_does_not_fit_the_cluster_is_refused(line: list[str], problem: str, cluster: Path, tmp_path: Path) -> None:
     refused = command(*ARRAY, *line, root=tmp_path / "runs")
     assert (refused.code, refused.output) == (78, Says(problem))
     assert not list(refused.root.iterdir())
 
 
-def test_any_option_of_sbatch(submitted: Sweep) -> None:  # noqa: F811
+def test_any_option_of_sbatch(submitted: Sweep) -> None:
     job = ids(command(*ARRAY, HOLD, "launch.slurm.options={comment: ours, nice: 3}", root=submitted.root))
     asked = facts(*job)
     assert (asked["Comment"], asked["Nice"], asked["Reason"]) == ("ours", "3", "JobHeldUser")
 
 
 @pytest.mark.slow
-def test_what_a_strategy_asks_of_a_cluster_is_nothing_to_this_machine(submitted: Sweep, tmp_path: Path) -> None:  # noqa: F811
+def test_what_a_strategy_asks_of_a_cluster_is_nothing_to_this_machine(submitted: Sweep, tmp_path: Path) -> None:
     resources = tmp_path / "conf" / "resources" / "fsdp.yaml"
     resources.parent.mkdir(parents=True)
     resources.write_text("# @package launch\nnnodes: 2\nnproc_per_node: 2\nslurm:\n  mem_gb: 1\n")
@@ -111,7 +110,7 @@ def test_what_a_strategy_asks_of_a_cluster_is_nothing_to_this_machine(submitted:
 # --- what it runs
 
 
-def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -> None:  # noqa: F811
+def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -> None:
     setup = "launch.slurm.setup=['export A=b # and a comment','modul load cuda',\"echo 'not here'\"]"
     told = command(*ARRAY, setup, root=submitted.root)
     submitted.wait_for_end()
@@ -131,7 +130,7 @@ def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -
         ),
     ],
 )
-def test_a_job_that_ends_before_the_run_begins_is_told_with_its_last_words(option: str, why: str, submitted: Sweep) -> None:  # noqa: F811
+def test_a_job_that_ends_before_the_run_begins_is_told_with_its_last_words(option: str, why: str, submitted: Sweep) -> None:
     line = [*ARRAY, option]
     command(*line, root=submitted.root)
     submitted.wait_for_end()
@@ -140,7 +139,7 @@ def test_a_job_that_ends_before_the_run_begins_is_told_with_its_last_words(optio
 
 
 @pytest.mark.slow
-def test_the_python_of_a_job_may_be_a_container_s(submitted: Sweep, tmp_path: Path) -> None:  # noqa: F811
+def test_the_python_of_a_job_may_be_a_container_s(submitted: Sweep, tmp_path: Path) -> None:
     """A stand-in for `apptainer exec image.sif python`: another command that starts a Python, with a word of its own."""
     inside = tmp_path / "in_container"
     inside.write_text(f'#!/bin/sh\necho "container: $1 $WORD"; shift; exec {sys.executable} "$@"\n')
@@ -154,7 +153,7 @@ def test_the_python_of_a_job_may_be_a_container_s(submitted: Sweep, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_tasks_of_srun_are_the_processes_of_one_run(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_tasks_of_srun_are_the_processes_of_one_run(cluster: Path, tmp_path: Path) -> None:
     """Also where one node has more of them than another."""
     ended = given("srun", "--ntasks=3", "--nodes=2", *TRAIN, *RUN, "parallel=ddp", folder=tmp_path)
     assert ended.code == 0, ended.output
@@ -163,7 +162,7 @@ def test_the_tasks_of_srun_are_the_processes_of_one_run(cluster: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.conf"
     tasks.write_text(f"* {' '.join(TRAIN)} {' '.join(SHORT)} parallel=ddp seed=%t run.root={tmp_path}/runs\n")
     (tmp_path / "runs").mkdir()
@@ -175,7 +174,7 @@ def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("is_served", [False, True], ids=["the store", "the decision"])
-def test_a_process_that_waits_for_rank_0_answers_a_signal(is_served: bool, tmp_path: Path, free_port: int) -> None:  # noqa: F811
+def test_a_process_that_waits_for_rank_0_answers_a_signal(is_served: bool, tmp_path: Path, free_port: int) -> None:
     served = serve_store("127.0.0.1", ports=[free_port]) if is_served else None
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     variables = {**os.environ, **meet, "RANK": "1", "LOCAL_RANK": "1"}
@@ -192,7 +191,7 @@ def test_a_process_that_waits_for_rank_0_answers_a_signal(is_served: bool, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_is_evaluated_and_exported_by_jobs(submitted: Sweep) -> None:  # noqa: F811
+def test_a_run_is_evaluated_and_exported_by_jobs(submitted: Sweep) -> None:
     run = finished(*SHORT, root=submitted.root)
     summary = run.summary
     line = [f"run.dir={run.directory}", "launch=slurm"]
@@ -209,7 +208,7 @@ def test_a_run_is_evaluated_and_exported_by_jobs(submitted: Sweep) -> None:  # n
 
 
 @pytest.mark.slow
-def test_cancelled_is_a_state_of_its_own(submitted: Sweep) -> None:  # noqa: F811
+def test_cancelled_is_a_state_of_its_own(submitted: Sweep) -> None:
     submitted.submit(*SEEDS, "launch.slurm.array_parallelism=1")
     submitted.wait_for_rows(0)
     told = command("mode=cancel", *SEEDS, root=submitted.root, run=multirun)
@@ -255,7 +254,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_a_controller_that_is_gone_is_trouble_that_passes(cluster: Path, silent: None, tmp_path: Path) -> None:  # noqa: F811
+def test_a_controller_that_is_gone_is_trouble_that_passes(cluster: Path, silent: None, tmp_path: Path) -> None:
     began = time.monotonic()
     refused = command(*ARRAY, root=tmp_path / "runs")
     assert refused.code == 75 and refused.output.startswith("launch: Slurm does not answer: "), refused.output
@@ -263,9 +262,7 @@ def test_a_controller_that_is_gone_is_trouble_that_passes(cluster: Path, silent:
 
 
 def test_a_machine_that_is_not_configured_for_slurm_says_so(
-    cluster: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slurm.conf").write_text("nonsense\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from extras.mpi.tests.test_mpi import ALLOWED, MPIRUN, needs_mpi
 from framework.distributed.groups import _store_of_step, awaited
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted
@@ -70,17 +69,8 @@ def test_our_own_workers_listen_on_loopback_only(more: list[str], folder: Path, 
 
 @pytest.mark.slow
 def test_workers_of_torchrun_listen_on_loopback_only(folder: Path, tmp_path: Path) -> None:
-    line = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        str(ROOT / "train.py"),
-        *LINE,
-        "rehearse=false",
-        "parallel=ddp",
-    ]
-    agent = subprocess.Popen([sys.executable, *line, f"run.root={tmp_path / 'runs'}"])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "train.py")]
+    agent = subprocess.Popen([*torchrun, *LINE, "rehearse=false", "parallel=ddp", f"run.root={tmp_path / 'runs'}"])
     assert agent.wait(timeout=120) == 0
     assert_loopback(folder, processes=2, besides=agent.pid)  # torchrun's own store listens everywhere (pytorch#173909)
 
@@ -93,24 +83,6 @@ def test_workers_of_any_launcher_listen_on_loopback_only(folder: Path, tmp_path:
     ranks = [subprocess.Popen(line, env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert_loopback(folder, processes=2)
-
-
-@pytest.mark.slow
-@needs_mpi
-def test_gloo_under_mpirun_listens_on_loopback_only(folder: Path, tmp_path: Path) -> None:
-    line = [
-        str(MPIRUN),
-        "-n",
-        "2",
-        sys.executable,
-        str(ROOT / "train.py"),
-        *LINE,
-        "parallel=ddp",
-        f"run.root={tmp_path / 'runs'}",
-    ]
-    process = subprocess.Popen(line, env=os.environ | ALLOWED | {"TMPDIR": str(tmp_path)})
-    assert process.wait(timeout=120) == 0
-    assert_loopback(folder, processes=2, besides=process.pid)
 
 
 def print_meetings(port: int) -> None:
@@ -130,6 +102,7 @@ def print_meetings(port: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_two_steps_of_slurm_with_the_same_port_never_meet(free_port: int) -> None:
     program = f"from tests.launch.test_sockets import print_meetings; print_meetings({free_port})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)

@@ -1,16 +1,12 @@
 """What the stages of a pipeline send to each other, and in which order they work."""
 
-import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
 
 from framework.engine.forward import Forward
 from framework.modules.parts import chain_of
@@ -21,7 +17,7 @@ from framework.parallel.pipelining.schedules import owners
 from framework.parallel.pipelining.sent import Sent
 from framework.runtime.exits import Unfit
 from models.gpt import GPT
-from tests.harness import assert_close, assert_same_bits, command, finished, once
+from tests.harness import around, assert_close, assert_same_bits, command, finished, once
 from tests.test_conformance import MODELS, RUN, TOKENS
 from tests.test_resume import after_step, crash, preempt
 
@@ -128,42 +124,16 @@ def test_an_activation_travels_in_the_type_in_which_it_is_computed() -> None:
     assert sent_types(gpt, autocast=None, dtype="bf16") == [BF16] * 6
 
 
-def count_bytes(path: Path) -> Callable[[], None]:
-    """Return what makes each rank write down the bytes of each message to another stage in training."""
-
-    def plant() -> None:
-        for kind in ("forward", "backward"):
-            name = {"forward": "get_fwd_send_ops", "backward": "get_bwd_send_ops"}[kind]
-            plain = getattr(pipelining.PipelineStage, name)
-
-            def send(self: Any, number: int, *, plain: Any = plain, kind: str = kind) -> Any:
-                operations = plain(self, number)
-                with (path / f"{kind} {dist.get_rank()}").open("a") as file:
-                    file.writelines(json.dumps(operation.tensor.nbytes) + "\n" for operation in operations)
-                return operations
-
-            setattr(pipelining.PipelineStage, name, send)
-
-    path.mkdir()
-    return plant
-
-
-def sizes(path: Path) -> dict[str, set[int]]:
-    return {file.name: set(map(int, file.read_text().split())) for file in path.iterdir() if file.read_text()}
-
-
 def test_the_loss_has_the_type_of_the_weights(tmp_path: Path) -> None:
     """A stage's outputs must have the type that was announced."""
 
     def plant() -> None:
-        plain = Pipeline._run_stage
-
-        def run(self: Any, *given: Any) -> Any:
+        def run(plain: Any, self: Any, *given: Any) -> Any:
             value = plain(self, *given)
             assert value.dtype == self._dtype
             return value
 
-        Pipeline._run_stage = run  # type: ignore[method-assign]
+        around(Pipeline, "_run_stage", run)
 
     finished(
         *GPT_LINE, "precision=fp32", "parallel=pipeline", *TWO, "trainer.max_steps=1", root=tmp_path / "runs", before=plant
@@ -201,12 +171,8 @@ def test_stages_in_a_v_compute_what_one_process_does(name: str, line: list[str],
 @pytest.mark.slow
 def test_pipelines_in_a_v_stand_side_by_side(tmp_path: Path) -> None:
     mesh = [
-        "parallel=ddp+pp",
-        "parallel.replicate=2",
-        "parallel.pipeline=2",
-        "parallel.schedule=zbv",
-        "launch.nproc_per_node=4",
-    ]
+        "parallel=ddp+pp", "parallel.replicate=2", "parallel.pipeline=2", "parallel.schedule=zbv", "launch.nproc_per_node=4",
+    ]  # fmt: skip
     assert_close(finished(*GPT_LINE, *MANY, *mesh, root=tmp_path / "runs"), once(*GPT_LINE, *MANY))
 
 

@@ -12,9 +12,8 @@ from framework.parallel.sequence import applies, sequence_problems
 from framework.parallel.tensor import styles_of
 from models.gpt import GPT
 from models.vit import ViT
-from tests.harness import Ended, Says, assert_close, command, finished, once
+from tests.harness import Ended, Says, assert_close, finished, once
 from tests.test_conformance import MODELS, OPTIMIZERS, RUN
-from tests.test_resume import after_step, preempt
 
 LINE = [*RUN, *MODELS["gpt, tied"], "dataset.seq_len=12"]
 MESHES = {"tensor 2": ["parallel=tensor", "launch.nproc_per_node=2"], "tensor 4": ["parallel=tensor", "launch.nproc_per_node=4"],
@@ -63,18 +62,6 @@ def test_one_block_is_the_first_and_the_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_it_and_without(tmp_path: Path) -> None:
-    cut = [*MESHES["fsdp+tp 2x2"], "parallel.sequence=true"]
-    before = after_step(5, preempt)  # which two ranks agree on a step later
-    stopped = command(*LINE, *OPTIMIZERS["adamw"], *cut, root=tmp_path / "cut", before=before)
-    assert (stopped.code, stopped.summary["step"]) == (75, 6)
-    resume = f"run.resume={stopped.directory}"
-    assert_close(finished(*LINE, *OPTIMIZERS["adamw"], resume, root=tmp_path / "whole"), one())
-    ended = finished(*LINE, *OPTIMIZERS["adamw"], *MESHES["tensor 2"], "parallel.sequence=true", resume, root=tmp_path / "two")
-    assert_close(ended, one())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_tokens", "mesh"), [(1, "tensor 2"), (5, "tensor 4")])
 def test_the_parts_of_a_sample_may_differ(num_tokens: int, mesh: str, tmp_path: Path) -> None:
     """Of 5 tokens four processes have 2, 2, 1 and none. The 13 tokens of tests/test_conformance.py have no equal parts either."""
@@ -95,10 +82,3 @@ def test_it_is_used_unasked_where_the_model_says_where_tokens_meet() -> None:
 
     assert used(model("gpt"))
     assert not used(model("vit"))  # it has the layers, and does not say where tokens meet
-
-
-def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
-    line = [*RUN, *MODELS["mlp"], "model.dropout=0", *MESHES["tensor 2"], "parallel.sequence=true"]
-    refused = command(*line, root=tmp_path / "runs")
-    assert refused.code == 78
-    assert refused.output == Says("parallel.sequence: true MLP ... blocks() ... tensor_plan()")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from framework.engine.forward import Forward
 from models.gpt import Block
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once
+from tests.harness import Ended, assert_close, assert_same_bits, before_each, finished, once
 
 LINE = ["precision=fp64", "global_batch_size=16", "micro_batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=3",
         "trainer.log_every=1", "trainer.eval_every=null", "dataset=synthetic", "dataset.num_train=66", "dataset.kind=tokens",
@@ -41,18 +41,12 @@ def held_bytes() -> int:
 def noting_memory(file: Path) -> Callable[[], None]:
     """Return what lets rank 0 note, before each micro-batch of the first step, the bytes that it holds."""
 
-    def note() -> None:
-        plain = Forward.seed_draws
+    def note(forward: Forward, *, step: int | None, **_: Any) -> None:
+        if step == 0 and dist.get_rank() == 0:
+            with file.open("a") as lines:
+                lines.write(f"{held_bytes()}\n")
 
-        def seed_draws(self: Forward, *, step: int | None, **others: Any) -> None:
-            if step == 0 and dist.get_rank() == 0:
-                with file.open("a") as lines:
-                    lines.write(f"{held_bytes()}\n")
-            plain(self, step=step, **others)
-
-        Forward.seed_draws = seed_draws  # type: ignore[method-assign]
-
-    return note
+    return lambda: before_each(Forward, "seed_draws", note)
 
 
 @pytest.mark.slow
@@ -99,8 +93,3 @@ def test_blocks_are_gathered_ahead_and_no_bit_changes(tmp_path: Path) -> None:
         ahead.append(words.index("block"))  # gathers before the first block
     assert ahead[1] - ahead[0] == 2, ahead
     assert_same_bits(*runs)
-
-
-def test_a_prefetch_of_nothing_is_refused(tmp_path: Path) -> None:
-    refused = command(*LINE, *TWO, "parallel.prefetch=0", root=tmp_path / "runs")
-    assert refused.code == 78 and "parallel.prefetch: 0" in refused.output and "null" in refused.output

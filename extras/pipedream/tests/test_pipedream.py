@@ -12,7 +12,7 @@ from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.modules.parts import chain_of
 from framework.parallel.pipelining.chain import Listed
-from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, once
+from tests.harness import Ended, Says, assert_close, assert_same_bits, checked, command, finished, once, refused
 from tests.test_conformance import MODELS
 from tests.test_conformance import RUN as SHARED
 from tests.test_resume import after_step, crash, preempt
@@ -120,6 +120,7 @@ def test_stopped_or_killed_it_ends_with_the_same_bits(act: Callable[[], None], t
     assert_same_bits(finished(*RUN, *DRAINED, root=tmp_path / "runs"), whole())
 
 
+@pytest.mark.slow
 def test_another_strategy_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     stopped = command(*RUN, *DRAINED, root=tmp_path / "runs", before=after_step(8, preempt))
     ended = finished(*RUN, f"run.resume={stopped.directory}", root=tmp_path / "one")
@@ -136,22 +137,18 @@ def test_an_early_end_waits_until_it_is_drained(tmp_path: Path) -> None:
     assert ended.summary["step"] == EVERY  # the patience ends in step 2
 
 
-def test_what_cannot_be_is_refused_before_the_start(tmp_path: Path) -> None:
-    def refused(*words: str) -> list[str]:
-        ended = command(*RUN, *DRAINED, *words, root=tmp_path / "runs")
-        assert ended.code == 78
-        return ended.output.splitlines()
-
-    assert refused("checkpoint.every=4", "trainer.divergence.action=skip") == [
+def test_what_cannot_be_is_refused_before_the_start() -> None:
+    line = [*RUN, *DRAINED]
+    assert refused(*line, "checkpoint.every=4", "trainer.divergence.action=skip").splitlines() == [
         Says("trainer.divergence.action: skip ... pipedream"),
         Says("checkpoint.every: 4 ... parallel.drain_every=6"),
     ]
-    assert refused("part=swa") == [Says("part: swa ... pipedream")]
-    assert refused("parallel.schedule=1f1b") == [Says("parallel.drain_every: unknown key ...")]
-    assert refused("parallel.schedule=pipedreem", "~parallel.drain_every") == [
-        Says("parallel.schedule: ... 1f1b ... pipedream")
-    ]
-    assert refused("parallel.drain_every=0") == [Says("parallel.drain_every: 0 ...")]
-    assert refused(*MODELS["gpt, tied"], "dataset.num_val=8", "~model.num_layers") == [
-        Says("parallel.schedule: pipedream ... is in several layers ... 1f1b")
-    ]
+    assert refused(*line, "part=swa") == Says("part: swa ... pipedream")
+    assert refused(*line, "parallel.schedule=1f1b") == Says("parallel.drain_every: unknown key ...")
+    assert refused(*line, "parallel.schedule=pipedreem", "~parallel.drain_every") == Says(
+        "parallel.schedule: ... 1f1b ... pipedream"
+    )
+    assert refused(*line, "parallel.drain_every=0") == Says("parallel.drain_every: 0 ...")
+    assert refused(*line, *MODELS["gpt, tied"], "dataset.num_val=8", "~model.num_layers") == Says(
+        "parallel.schedule: pipedream ... is in several layers ... 1f1b"
+    )
