@@ -1,5 +1,6 @@
 """Replicas of a model, whose gradients are summed over the processes."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -71,6 +72,8 @@ class Replica:
     def __init__(self, model: nn.Module, *, hook: Hook | None = None, **options: Any) -> None:
         # buffers follow micro-batch 0; without device_ids, the inputs stay on the devices where the loader has put them
         arguments: dict[str, Any] = {**without_buffer_sync(), **options}
+        # the strides of a 1x1 convolution in channels-last order are ambiguous
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
         self._wrapper = DistributedDataParallel(model, **arguments)
         self._wrapper.register_comm_hook(self._wrapper.process_group, summed if hook is None else _with_future(hook))
 

@@ -39,12 +39,9 @@ def written_between_steps(strategy: str) -> Ended:
     return once(*RUN, *STRATEGIES[strategy], SYNC)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", CASES)
-def test_steps_go_on_while_a_checkpoint_is_written(strategy: str, tmp_path: Path) -> None:
-    """Every save holds its files back until two more steps are taken: with a save that blocks, that is never."""
-    taken = threading.Condition()
-    last = [0]
+def held_back(num_steps: int, *, longer_s: float = 0.0) -> Callable[[], None]:
+    """Return what makes every save hold its files back until so many more of the 21 steps are taken, and a moment longer."""
+    taken, last = threading.Condition(), [0]
 
     def note(step: int) -> None:
         with taken:
@@ -53,14 +50,22 @@ def test_steps_go_on_while_a_checkpoint_is_written(strategy: str, tmp_path: Path
 
     def wait(saved: int) -> None:
         with taken:
-            goes_on = taken.wait_for(lambda: last[0] >= min(saved + 2, 21), timeout=30)
+            goes_on = taken.wait_for(lambda: last[0] >= min(saved + num_steps, 21), timeout=30)
         assert goes_on, "training has waited for the checkpoint"
+        time.sleep(longer_s)
 
     def plant() -> None:
         on_steps(note)
         in_each_save(wait)()
 
-    ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=plant)
+    return plant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", CASES)
+def test_steps_go_on_while_a_checkpoint_is_written(strategy: str, tmp_path: Path) -> None:
+    """With a save that blocks, two more steps are never taken."""
+    ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=held_back(2))
     assert_same_bits(ended, written_between_steps(strategy))
     theirs = written_between_steps(strategy).directory / "checkpoints"
     for path in sorted(theirs.glob("*/*.safetensors")):
@@ -106,10 +111,8 @@ def test_an_error_surfaces_at_the_next_steps(strategy: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", CASES)
 def test_a_save_that_is_due_too_early_waits_and_is_counted(strategy: str, tmp_path: Path) -> None:
-    def slow(step: int) -> None:
-        time.sleep(0.5)
-
-    ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=in_each_save(slow))
+    before = held_back(4, longer_s=0.5)  # the next save is due after four steps
+    ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=before)
     assert ended.summary["saves"]["waited_for"] >= 3
     assert_same_bits(ended, written_between_steps(strategy))
 
