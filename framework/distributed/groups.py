@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -118,11 +118,24 @@ def serve_store(host: str, *, ports: Iterable[int] = (0,)) -> tuple[dist.Store, 
 def connect_store(host: str, port: int, *, silent_s: float) -> dist.Store:
     """Return a store that another process serves. Its methods raise RuntimeError if they get no answer within `silent_s`."""
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=silent_s))
-    for entry in psutil.Process().net_connections("tcp"):
-        if entry.raddr and entry.raddr.port == port:  # torch would wait for the answer of a lost host forever
-            with socket.socket(fileno=os.dup(entry.fd)) as connection:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(silent_s), 0))
+    for connection in _connections(port):  # torch would wait for the answer of a lost host forever
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(silent_s), 0))
     return store
+
+
+def hang_up(port: int) -> None:
+    """End this process's connections to a store that does not answer. A thread that waits for an answer waits no longer."""
+    for connection in _connections(port):
+        with suppress(OSError):  # it has ended already
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(port: int) -> Iterator[socket.socket]:
+    """Yield this process's connections to a port of another host, or of this one."""
+    for entry in psutil.Process().net_connections("tcp"):
+        if entry.raddr and entry.raddr.port == port:
+            with socket.socket(fileno=os.dup(entry.fd)) as connection:
+                yield connection
 
 
 def awaited(store: dist.Store, key: str, *, timeout: timedelta, sign: str | None = None) -> bytes:

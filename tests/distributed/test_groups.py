@@ -2,8 +2,12 @@
 
 import json
 import math
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from framework.distributed import groups, world
-from framework.distributed.groups import attempt_store, serve_store
+from framework.distributed.groups import attempt_store, connect_store, hang_up, serve_store
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
 from tests.ranks import on_ranks
@@ -105,6 +109,36 @@ def test_between_nodes_the_ranks_meet_in_the_launchers_store_and_not_in_files(tm
     again = attempt_store(replace(place, attempt=2), scratch=tmp_path, timeout=timedelta(seconds=5))
     assert not again.check(["key"])  # of a failed attempt
     del served
+
+
+def test_a_request_to_a_store_that_does_not_answer_ends_when_the_store_is_given_up() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def serve() -> None:
+        served, port = serve_store("127.0.0.1")
+        theirs.send(port)
+        signal.pause()
+        del served
+
+    process = context.Process(target=serve, daemon=True)
+    process.start()
+    try:
+        store = connect_store("127.0.0.1", port := ours.recv(), silent_s=60)
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        ended = threading.Event()
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                store.get("key")
+            ended.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        assert not ended.wait(1)
+        hang_up(port)
+        assert ended.wait(20)
+    finally:
+        process.kill()
 
 
 def test_a_mesh_lays_the_ranks_out_with_the_last_axis_fastest(tmp_path: Path) -> None:

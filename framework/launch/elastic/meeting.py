@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from framework.distributed.groups import connect_store, serve_store
+from framework.distributed.groups import connect_store, hang_up, serve_store
 from framework.launch.network import Network, interface_of
 from framework.runtime.environment import node_name
 from framework.runtime.exits import Exit, Interrupted
@@ -157,6 +157,9 @@ class Meeting:
             raise self.lost() from error
 
     def lost(self) -> StoreLost:
+        """Give the store up. A request of another thread, such as a heartbeat, would wait for seconds, twice."""
+        if not self.serves:
+            hang_up(self.port)
         what = f"the store of the run's nodes does not answer ({self._where()})"
         return StoreLost(f"{what}; the same command on every node continues the run")
 
