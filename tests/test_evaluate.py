@@ -18,7 +18,8 @@ from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
 from framework.modes import load_run as restored
 from framework.runtime.lock import Lock
-from tests.harness import Ended, before_each, begin, command, end, finished, once, typed, wait_for_checkpoint
+from framework.runtime.preemption import PREEMPTION
+from tests.harness import Ended, before_each, begin, command, end, finished, once, typed, wait_for, wait_for_checkpoint
 from tests.test_conformance import FOR_EXPERTS, layouts
 
 # tied weights, an average of the weights that is what is evaluated, splits that no world size divides
@@ -269,7 +270,11 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def signal_in_the_middle() -> None:
-    before_each(evaluate, "measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    def send(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: PREEMPTION.requested, what="the signal, which another thread may have received")
+
+    before_each(evaluate, "measure", send)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
