@@ -11,7 +11,7 @@ from framework.cli.run import checked_line, start
 from framework.config.arguments import COMMANDS, split_flags
 from framework.config.code import loading
 from framework.config.compose import as_yaml
-from framework.config.folders import ROOT, config_name, folders
+from framework.config.folders import EXTRAS, ROOT, config_name, folders
 from framework.config.help import help_text, version_text
 from framework.config.hydra_compose import is_multirun, print_by_hydra
 from framework.config.modes import MODES
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> int:
     if problems := start_problems():
         print(*problems, sep="\n", file=sys.stderr)
         return Exit.CONFIGURATION
-    if arguments and (path := COMMANDS.get(arguments[0])):
-        code: int = locate(path)(arguments[1:])
+    if arguments and (named := COMMANDS.get(arguments[0]) or _program(arguments[0])):
+        code: int = locate(named)(arguments[1:])
         return code
     try:
         is_launched = Environment.read().is_launched or SrunTask.read() is not None or other_launcher() is not None
@@ -74,6 +74,12 @@ def main(arguments: list[str]) -> int:
         print_by_hydra(flags, overrides)
         return Exit.FINISHED
     return start(overrides)
+
+
+def _program(word: str) -> str:
+    """Return the path of the program of this name in the extras, if there is one: of its function `main`."""
+    is_one = word.isidentifier() and (EXTRAS / word / "__main__.py").is_file()
+    return f"{EXTRAS.name}.{word}.__main__.main" if is_one else ""
 
 
 def with_mode(words: list[str]) -> list[str]:

@@ -253,7 +253,7 @@ def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(
     """Counted: the messages in four steps, of which one has a row. A part without a moment never has the loop."""
     asked: list[bool] = []
     loop: Any = SimpleNamespace(
-        engine=SimpleNamespace(parts={}), trained=dict, any=lambda flag: asked.append(flag), stopped="", step=0, seed=0,
+        engine=SimpleNamespace(parts={}), task=None, trained=dict, any=lambda flag: asked.append(flag), stopped="", step=0, seed=0,
         device=torch.device("cpu"), has_row=False,
     )  # fmt: skip
     held = LoopParts(dict(enumerate(parts)), loop)  # type: ignore[arg-type]
@@ -268,3 +268,13 @@ def test_one_rank_that_stops_ends_the_run_on_all(tmp_path: Path) -> None:
     line = [*RUN, *MODELS["gpt, tied"], *own("StopsOnOneRank"), "rehearse=false", "parallel=ddp", "launch.nproc_per_node=2"]
     ended = finished(*line, root=tmp_path / "runs")
     assert ended.summary["step"] == 4 and "rank 0 has seen enough" in ended.output, ended.output
+
+
+def test_a_rate_that_follows_a_metric_falls_as_torch_lets_it_and_a_kill_changes_nothing(tmp_path: Path) -> None:
+    line = [*GPT, "part=plateau", "part.plateau.patience=0", "part.plateau.threshold=0.9", "part.plateau.min_share=1e-3",
+            "trainer.eval_every=2", "checkpoint.every=3", "scheduler=constant", "scheduler.warmup_steps=0"]  # fmt: skip
+    whole = once(*line)
+    rows = [row for row in whole.rows if row["split"] == "train"]
+    assert len(rows) >= 5 and [row["lr"] / rows[0]["lr"] for row in rows[:5]] == pytest.approx([1, 1, 1, 1, 0.1])
+    assert command(*line, root=tmp_path / "runs", before=after_step(5, crash)).code != 0
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)

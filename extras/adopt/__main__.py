@@ -1,7 +1,8 @@
-"""`python -m extras.adopt MODULE:MODEL`: write the option of a model, and let `mode=check` try each strategy with it."""
+"""`steadfast adopt MODULE:MODEL`: write the option of a model, and let `mode=check` try each strategy with it."""
 
 import importlib
 import inspect
+import itertools
 import os
 import re
 import shlex
@@ -12,31 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torch import nn
 
 STRATEGIES = ["ddp", "zero", "fsdp", "tensor", "pipeline", "context", "expert"]
+GROUPS = {"LightningModule": "task", "LightningDataModule": "dataset", "Module": "model"}  # by the name of a base class
 OF_DATA = {"num_classes", "in_channels", "image_size", "vocab_size", "seq_len", "num_labels", "in_chans", "img_size"}
 
 
 def main(arguments: list[str]) -> int:
-    """Write the option, unless the file exists, and print what each strategy says. Return the exit code.
+    """Write an option for each class, unless its file exists, and print what each strategy says. Return the exit code.
 
     The other arguments are those of the checked runs: `dataset=... parallel=ddp,fsdp`.
     """
-    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
-        sys.exit("adopt: needs a model (python -m extras.adopt MODULE:MODEL [group=option ...] [key=value ...])")
-    module, _, name = arguments[0].partition(":")
-    target = f"{module.removesuffix('.py').replace(os.sep, '.')}.{name}"
-    option = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", name).lower()
-    file, text = Path(os.environ.get("STEADFAST_CONF", "conf"), "model", f"{option}.yaml"), _option(target)
-    if file.exists():
-        print(f"{file} exists already, and is not changed")
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        print(f"{file}:\n{text}")
-    chosen = [word.removeprefix("parallel=").split(",") for word in arguments[1:] if word.startswith("parallel=")]
-    line = [f"model={option}", *(word for word in arguments[1:] if not word.startswith("parallel="))]
+    classes = list(itertools.takewhile(lambda word: word[0] != "-" and "=" not in word, arguments))
+    if not classes:
+        sys.exit("adopt: needs a model (steadfast adopt MODULE:MODEL [group=option ...] [key=value ...])")
+    options = [_adopt(one) for one in classes]
+    words = arguments[len(classes) :]
+    chosen = [word.removeprefix("parallel=").split(",") for word in words if word.startswith("parallel=")]
+    line = [*options, *(word for word in words if not word.startswith("parallel="))]
     if problems := _check([*line, "parallel=single"]):
         sys.exit(f"before any strategy:\n{problems}")
     print(f"`steadfast {shlex.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
@@ -46,24 +40,44 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _check(line: list[str]) -> str:
-    """Return the problems of a run, as `mode=check` prints them."""
-    done = subprocess.run([sys.executable, "-m", "framework", "mode=check", *line], capture_output=True, text=True)
-    return done.stderr if done.returncode else ""
-
-
-def _option(target: str) -> str:
-    """Return the text of the option's file: every argument that plain data can give, with its default."""
-    module, _, name = target.rpartition(".")
+def _adopt(word: str) -> str:
+    """Write the option of a class, `MODULE:NAME`. Return the choice of this option."""
+    module, _, name = word.partition(":")
+    module = module.removesuffix(".py").replace(os.sep, ".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         sys.exit(f"adopt: {error} (MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net)")
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        sys.exit(f"adopt: {target} is not a class of torch.nn.Module")
-    summary = (found.__doc__ or "").strip().partition("\n")[0]
-    lines = [line for argument in inspect.signature(found).parameters.values() for line in _line(argument)]
-    return "\n".join([*([f"# {summary}"] if summary else []), f"_target_: {target}", *lines]) + "\n"
+    group = next((group for base in getattr(found, "__mro__", ()) if (group := GROUPS.get(base.__name__))), "")
+    if not group:
+        sys.exit(f"adopt: {module}.{name} is not a class of torch.nn.Module, LightningModule or LightningDataModule")
+    option = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", name).lower()
+    file, text = Path(os.environ.get("STEADFAST_CONF", "conf"), group, f"{option}.yaml"), _option(found, group)
+    if file.exists():
+        print(f"{file} exists already, and is not changed")
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        print(f"{file}:\n{text}")
+    return f"{group}={option}"
+
+
+def _check(line: list[str]) -> str:
+    """Return the problems of a run, as `mode=check` prints them."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))  # also in a checkout
+    command = [sys.executable, "-m", "framework", "mode=check", *line]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    return done.stderr if done.returncode else ""
+
+
+def _option(found: type, group: str) -> str:
+    """Return the text of the option's file: every argument that plain data can give, with its default."""
+    summary = (found.__doc__ or "").strip().partition("\n")[0] if "__doc__" in vars(found) else ""
+    arguments = (line for argument in inspect.signature(found).parameters.values() for line in _line(argument))
+    lines = [f"_target_: {found.__module__}.{found.__qualname__}", *arguments]
+    if group != "model":
+        lines = ["defaults: [lightning, _self_]", "module:", *(f"  {line}" for line in lines)]
+    return "\n".join([*([f"# {summary}"] if summary else []), *lines]) + "\n"
 
 
 def _line(argument: inspect.Parameter) -> Iterator[str]:

@@ -250,6 +250,12 @@ def with_init_digest(model: Node) -> tuple[Node, list[Problem]]:
     return model | {"init_digest": init_contents(model["init_from"])} if model.get("init_from") else model, []
 
 
+def completed(node: Node) -> Node:
+    """Return a node as its target completes it, with a function `completed(node, **arguments)` of its own, if it has one."""
+    complete, bound = getattr(locate(node["_target_"]), "completed", None), component(node)
+    return node if complete is None else complete(node, **getattr(bound, "keywords", {}))  # type: ignore[no-any-return]
+
+
 def complete_task(task: Node, *, dataset: Dataset) -> tuple[Node, list[Problem]]:
     """Fill values that only the dataset knows (`bytes_per_token`) into the task's node, where the user gave no value."""
     return {name: getattr(dataset, name, None) if value is None else value for name, value in task.items()}, []

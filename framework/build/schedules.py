@@ -62,11 +62,15 @@ def _takes_optimizer(node: Node) -> bool:
     return "optimizer" in inspect.signature(locate(node["_target_"])).parameters
 
 
+def _is_scheduler(node: Node) -> bool:
+    return next(iter(inspect.signature(locate(node["_target_"])).parameters), "") == "optimizer"
+
+
 def _scheduler(node: Node, optimizer: torch.optim.Optimizer) -> Any:
     """Build a scheduler for an optimizer, and the schedulers in its node for the same optimizer."""
 
     def built(value: Any) -> Any:
-        if isinstance(value, dict) and "_target_" in value and _takes_optimizer(value):
+        if isinstance(value, dict) and "_target_" in value and _is_scheduler(value):
             return _scheduler(value, optimizer)
         return [built(item) for item in value] if isinstance(value, list) else value
 

@@ -155,7 +155,7 @@ def signature_of(target: str, *, group: str = "") -> Signature:
         return Signature({}, takes_any=True)
     num_given, named = GIVEN.get(group, (0, []))
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if group.split(".")[0] == "scheduler" and any(p.name == "optimizer" for p in by_place):
+    if group.split(".")[0] == "scheduler" and by_place and by_place[0].name == "optimizer":
         num_given, named = 0, ["optimizer"]  # a scheduler of torch takes only the optimizer
         if group == "scheduler":  # the run gives the number of calls
             parameters = [p.replace(annotation=int | None, default=None) if p.name in TOTALS else p for p in parameters]

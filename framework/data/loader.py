@@ -106,7 +106,8 @@ class Loader:
             micro_batches.append(micro_batch._replace(is_padding=True) if part.is_padding else micro_batch)
         is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
         targets = torch.from_numpy(self.source.targets[samples]) if self._knows_targets else None  # type: ignore[attr-defined]
-        return Step(epoch, len(samples), micro_batches, is_even=is_even, targets=targets)
+        batch = at[2] % self.order.epoch_size // self.order.global_batch_size
+        return Step(epoch, len(samples), micro_batches, is_even=is_even, targets=targets, batch=batch)
 
     def _micro_batch(self, part: Part, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int]) -> MicroBatch:
         """Return the micro-batch of these samples. Its padding depends only on these samples, not on others of this rank."""

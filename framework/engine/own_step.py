@@ -30,10 +30,14 @@ class Context:
 
     step: int  # optimizer steps taken before this step; 0 in an evaluation
     epoch: int
+    batch: int  # the number of the global batch in the epoch, or in the evaluation
+    split: str  # train, val or test
     is_training: bool
+    is_padding: bool  # the micro-batch repeats another one, with weight zero: a step that counts must not count it
     turn: str  # the name of the turn (optimizer.turns) whose parameters this step moves; empty without turns and in evaluations
     num_samples: int  # in the global batch
     start: int  # the index of the batch's first sample in the global batch
+    size: int  # the number of the batch's samples
     generator: torch.Generator  # its draws depend only on the seed, the step and the micro-batch
     generator_of_step: torch.Generator  # its draws are the same in all turns of a step
     averaged: Call  # calls the model with the averaged weights (trainer.ema_decay), without gradients; its buffers do not move
@@ -158,10 +162,14 @@ class OwnSteps(WholeModel):
         context = Context(
             step=index or 0,
             epoch=step.epoch,
+            batch=step.batch,
+            split=micro_batch.split,
+            is_padding=micro_batch.is_padding,
             is_training=index is not None,
             turn=step.turn,
             num_samples=step.num_samples,
             start=micro_batch.start,
+            size=micro_batch.num_samples,
             generator=of_turn,
             generator_of_step=of_step,
             averaged=Target(lambda *given, **named: self.averaged(lambda: self._call(*given, **named)), self.module),

@@ -39,6 +39,7 @@ class Step(NamedTuple):
     turn: str = ""  # the turn whose parameters it moves; empty: all parameters
     is_even: bool = True  # all micro-batches on all ranks have the same size; then all ranks cut a step in the same way
     targets: Tree = None  # of the global batch, on the CPU, if every rank knows them; None: a rank knows only its own
+    batch: int = 0  # its number in the epoch, or in the evaluation
 
     @property
     def num_own_samples(self) -> int:
@@ -61,9 +62,11 @@ class Task(Protocol):
 
     # A task may also have: `step(call, batch, context)`, which replaces one forward and `loss`, and with it
     # `loss_of_rows(own, everyone, batch, context)`, a loss of the results for all samples (framework/engine/own_step.py);
-    # `derived(means) -> dict[str, float]`; `predictions(outputs, targets)`, the arguments of a metric's update(), as a tuple or
-    # a mapping of names; `written(outputs) -> dict[str, Tensor]`, what mode=predict writes for a batch; `compile_loss()`, which
-    # trainer.compile=true calls; `takes_16_bits = True`: in training, its loss takes outputs in the dtype of autocast.
+    # `derived(means) -> dict[str, float]`; `measured(engine) -> dict[str, float]`, columns at the end of an evaluation
+    # (collective); `parts`, parts of the loop by name; `predictions(outputs, targets)`, the arguments of a metric's update(),
+    # as a tuple or a mapping of names; `written(outputs) -> dict[str, Tensor]`, what mode=predict writes for a batch;
+    # `compile_loss()`, which trainer.compile=true calls; `source`, the function that computes the loss, for messages;
+    # `takes_16_bits = True`: in training, its loss takes outputs in the dtype of autocast.
 
 
 def says_itself(task: Task, name: str) -> bool:

@@ -20,7 +20,7 @@ from framework.runs.provenance import Provenance
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
-from framework.training.evaluation import measure, totals
+from framework.training.evaluation import measure, measured_by_task, totals
 from framework.training.metrics import finite
 from framework.training.tracking import combined
 
@@ -40,7 +40,7 @@ def evaluate(build: Builder) -> Exit:
         sums = measure(engine, until_signal(loader, world))
         values = means(totals(sums, world=world), num_samples=len(loader.source))
         columns = build.tracker().columns(config.eval.split, values, step=model.step)
-        row = combined(*columns, ("metric", build.metrics.compute(world=world)))
+        row = combined(*columns, ("task", measured_by_task(engine)), ("metric", build.metrics.compute(world=world)))
         facts = {
             "samples": len(loader.source),
             "checkpoint": model.path.name if model.path.is_relative_to(directory.path) else str(model.path),

@@ -69,7 +69,8 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
 
 def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     config, plan, mesh = build.config, trainer.plan, trainer.engine.mesh
-    yield "model", f"{_last(config.model)} in {config.precision.name}"
+    kind = type(trainer.engine.module).__name__.removeprefix("FSDP")  # fully_shard changes it
+    yield "model", f"{kind} in {config.precision.name}"
     axes = zip(mesh.mesh_dim_names or (), mesh.shape) if mesh is not None else ()
     over = "".join(f", {axis} {size}" for axis, size in axes)
     yield "strategy", f"{option_of('parallel', config.parallel)}{over}: {_devices(places)}"

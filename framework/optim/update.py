@@ -140,6 +140,7 @@ class Update:
     turns: Sequence[Turn] = ()  # of a step; empty: a step moves all parameters at once
     schedules: Mapping[str, Schedule] = field(default_factory=dict)  # of the turns
     trained: Sequence[Trainable] = ()
+    lr_share: float = 1.0  # of the scheduled rates: a part of the loop may lower them
 
     def __post_init__(self) -> None:
         self.initial = group_values(self.optimizer)  # an optimizer's later changes of these are part of its state
@@ -151,11 +152,12 @@ class Update:
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
-        return self.peak_lr * self.schedule(step)
+        return self.peak_lr * self.schedule(step) * self.lr_share
 
     def _options(self, step: int) -> list[dict[str, Any]]:
         """Return what the schedules set in each of the optimizer's parameter groups."""
-        return [{"lr": peak * schedule(step), **schedule.options(step, number)} for peak, schedule, number in self._places]
+        found = [{"lr": peak * schedule(step), **schedule.options(step, number)} for peak, schedule, number in self._places]
+        return found if self.lr_share == 1.0 else [options | {"lr": options["lr"] * self.lr_share} for options in found]
 
     def require_steps(self, total_steps: int) -> None:
         """Unfit unless the schedules have a rate for each of so many steps."""

@@ -79,6 +79,12 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
             draft.check(monitors_are_metrics)
             draft.add(draft.change("checkpoint", _directed_checkpoint) + draft.change("trainer", _directed_trainer))
         draft.check(lambda name, mode, run: place_problems(run) if mode != "cancel" else ())
+    if imports and not draft.problems:
+        for group in ("optimizer", "scheduler"):
+            try:
+                draft.fields[group] = components.completed(draft.fields[group])
+            except Exception as error:  # it may build the user's objects
+                draft.add(problems_of_build(group, draft.fields[group], error, own=OWN.get(group, ())))
     first: dict[str, Problem] = {}
     for problem in _with_secrets(composed.config, draft.problems):
         if not any(other.startswith(f"{problem.key}[") for other in first):  # an item's problem causes the list's

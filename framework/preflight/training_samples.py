@@ -16,6 +16,7 @@ from framework.data.order import Order, parts
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.structure import batch_dependent_layers, in_eval_mode
 from framework.modules.tensors import tensors_in
+from framework.optim.precision import PRECISIONS
 from framework.preflight.differences import same, untouched
 from framework.preflight.findings import Finding, Refused, blamed
 from framework.preflight.player import Player, in_whole_batches
@@ -233,12 +234,15 @@ class Cutting:
         half = max(1, self._size // 2)
         with in_eval_mode(self._player.module):
             whole, parts = self._loss(self._samples.cut(2 * half)[:1]), self._loss(self._samples.cut(half)[:2])
-        if not math.isfinite(whole + parts) or abs(whole - parts) <= 1e-3 * max(abs(whole), abs(parts)):
+        rounding = 1e-5 if PRECISIONS[self._of_run.precision.name].autocast is None else 1e-2
+        if not math.isfinite(whole + parts) or abs(whole - parts) <= rounding * max(abs(whole), abs(parts)):
             return []
-        if abs(2 * whole - parts) <= 1e-3 * max(abs(2 * whole), abs(parts)):
-            what = "its loss of a batch is the mean of its halves' losses: the results would depend on how a step is cut"
+        where = place_of_loss(self._player.task)
+        if abs(2 * whole - parts) <= rounding * max(abs(2 * whole), abs(parts)):
+            what = f"its loss of a batch{where} is the mean of its halves' losses"
+            what = f"{what}: the results would depend on how a step is cut"
             raise Refused("task", what, "return the sum over the samples (reduction='sum')")
-        return self._depends_on_cut("task", "its loss of a batch is neither the sum nor the mean of its halves' losses")
+        return self._depends_on_cut("task", f"its loss of a batch{where} is neither the sum nor the mean of its halves' losses")
 
     def _look_at_training(self) -> list[Finding]:
         """Warn of a training forward that draws, or that couples samples although no layer class shows it."""
@@ -259,3 +263,10 @@ class Cutting:
             return []
         what = f"{what}, so the results depend on the number of processes"
         return [Finding(key, what, "set micro_batch_size", refuses=False)]
+
+
+def place_of_loss(task: object) -> str:
+    """Return the file and the line of a task's loss, for a message: of its `source`, if another function computes it."""
+    found = getattr(task, "source", None) or getattr(task, "step", None) or getattr(task, "loss", None)
+    code = getattr(found, "__code__", None)
+    return f" (at {code.co_filename}:{code.co_firstlineno})" if code is not None else ""

@@ -25,6 +25,15 @@ def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
     return sums
 
 
+def measured_by_task(engine: Engine) -> dict[str, float]:
+    """Return what the task itself measures of the split that `measure` has just measured. Collective."""
+    measured = getattr(engine.forward.task, "measured", None)
+    if measured is None:
+        return {}
+    with structure.in_eval_mode(engine.module), torch.no_grad():
+        return dict(measured(engine))
+
+
 def totals(sums: Sums, *, world: World) -> Sums:
     """Return the ranks' sums, of any shapes, added up in float64 and on the CPU. Collective, in one message.
 

@@ -26,7 +26,7 @@ from framework.optim.update import Update
 from framework.runs.metrics_file import Row, numbers_of
 from framework.runtime.exits import Diverged, Unfit
 from framework.runtime.preemption import PREEMPTION
-from framework.training.evaluation import measure, totals
+from framework.training.evaluation import measure, measured_by_task, totals
 from framework.training.guard import require_equal_replicas, require_equal_trails
 from framework.training.loop_view import finish_gradients
 from framework.training.metrics import finite
@@ -235,11 +235,11 @@ class Trainer:
         with self.update.averaged():
             sums = measure(self.engine, loader.evaluate())
             means = self.means(sums, num_samples=len(loader.source))
-            observed = self.tracker.metrics.compute(world=self.world)
+            observed = ("task", measured_by_task(self.engine)), ("metric", self.tracker.metrics.compute(world=self.world))
             if not math.isfinite(means["loss"]):
                 remark = ", or no target has a weight" if weight_of("loss") in sums else ""
                 raise Diverged(f"the {split} loss of step {self.progress.step} is not finite{remark}")
-            row = combined(*self.tracker.columns(split, means, step=self.progress.step), ("metric", observed))
+            row = combined(*self.tracker.columns(split, means, step=self.progress.step), *observed)
             self.parts.evaluated(split, row)
         self.speed.enter("loop")
         self.record(row)

@@ -63,6 +63,15 @@ class Loop:
         return self._under_way.turn
 
     @property
+    def lr_share(self) -> float:
+        """The share of the scheduled learning rates that the next step uses. Set it on all ranks, before a step."""
+        return self._update.lr_share
+
+    @lr_share.setter
+    def lr_share(self, share: float) -> None:
+        self._update.lr_share = share
+
+    @property
     def module(self) -> nn.Module:
         """This rank's part of the model, under the model's own names: its tensors may be shards (DTensor)."""
         return self.engine.module

@@ -16,7 +16,7 @@ from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
 from framework.training.loop_view import Loop
 
-MOMENTS = ("begun", "step_begun", "gradients_ready", "step_taken", "row", "evaluated", "saving", "ended")
+MOMENTS = ("begun", "step_begun", "gradients_ready", "step_taken", "row", "evaluating", "evaluated", "saving", "ended")
 ANSWERS = ("batch", "batch_size", "average_share", "observe", "can_save")  # methods that are called at other times
 _IN_STEPS = ("begun", "step_begun", "batch", "gradients_ready", "step_taken", "can_save")  # a part may stop the run in any step
 Blame = Callable[[str], AbstractContextManager[None]]
@@ -32,6 +32,7 @@ class LoopParts:
     def __init__(self, parts: Mapping[str, Any], loop: Loop, *, blame: Blame = lambda name: nullcontext()) -> None:
         self.loop, self._blame = loop, blame
         self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}}
+        self.by_name |= {f"task:{name}": part for name, part in getattr(loop.task, "parts", {}).items()}
         self._may_stop = any(hasattr(part, moment) for part in parts.values() for moment in _IN_STEPS)
         self._may_stop_in_rows = self._may_stop or any(hasattr(part, "row") for part in parts.values())
         self._shards = {name: p for name, p in loop.trained().items() if hasattr(p, "device_mesh")}
@@ -118,6 +119,7 @@ class LoopParts:
     def evaluating(self, split: str) -> None:
         """Prepare for the measurement of a split."""
         self.loop.split = split
+        self._each("evaluating", split)
 
     def evaluated(self, split: str, row: Mapping[str, Any]) -> None:
         """Call the parts after a split has been measured; the evaluated weights are still in place."""

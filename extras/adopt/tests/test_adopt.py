@@ -108,7 +108,7 @@ def test_what_has_no_default_is_asked_for_and_the_file_stays(adopted: Callable[.
     [
         ([], "needs a model"),
         (["nets.odd:OdNet"], "OdNet"),
-        (["nets.odd:Plain"], "nets.odd.Plain is not a class of torch.nn.Module"),
+        (["nets.odd:Plain"], "nets.odd.Plain is not a class of torch.nn.Module, LightningModule or LightningDataModule"),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(

@@ -1,0 +1,1 @@
+"""LightningModules and LightningDataModules as they are: `task=lightning`, `dataset=lightning`."""

@@ -1,0 +1,74 @@
+"""The data of a LightningDataModule: the datasets of its loaders, in the order and the batches of the run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from framework.data.map_style import MapStyle
+from framework.data.source import SPLITS, NotNegative, Source, Split
+
+
+@dataclass(kw_only=True, eq=False)
+class DataModule:
+    """The datasets and collate functions of the loaders of a LightningDataModule. Without a loader of its own, test has the
+    samples of val, and val a share of train.
+
+    The run chooses the order and the number of workers. Its global batch has the size of the loader's batches.
+    """
+
+    module: Callable[[], Any]
+    global_batch_size: NotNegative
+    facts: Mapping[str, int] = field(default_factory=dict)
+    num_workers: NotNegative = 0
+
+    @property
+    def info(self) -> Mapping[str, int]:
+        return self.facts
+
+    def problems(self) -> list[str]:
+        return []
+
+    def load(self, split: Split) -> Source:
+        """Prepare the data, and load a split. ValueError for loaders that the run's order would change in another way."""
+        made = self.module()
+        made.prepare_data()
+        made.setup("fit")
+        if split == "test":
+            made.setup("test")
+        own = [name for name in SPLITS if getattr(type(made), f"{name}_dataloader") is not _missing(name)]
+        loader = self._loader(made, split if split in own else "train")
+        makes: dict[Any, Any] = {name: partial(self._dataset, made, name) for name in own}
+        if "val" in own:
+            makes.setdefault("test", makes["val"])
+        return MapStyle(**makes, collate=partial(_whole_batch, loader.collate_fn)).load(split)
+
+    def transform(self, inputs: Any, targets: Any, *, keys: Any) -> tuple[Any, Any]:
+        return inputs, targets
+
+    def _dataset(self, made: Any, split: Split) -> Any:
+        return self._loader(made, split).dataset
+
+    def _loader(self, made: Any, split: Split) -> Any:
+        loader, key = getattr(made, f"{split}_dataloader")(), f"dataset.module: {split}_dataloader"
+        if isinstance(loader, (list, tuple)) and len(loader) == 1:
+            (loader,) = loader
+        if not hasattr(loader, "collate_fn"):
+            raise ValueError(f"{key} returns a {type(loader).__name__} (one torch.utils.data.DataLoader)")
+        if split == "train" and loader.batch_size != self.global_batch_size:
+            what = f"its batches have {loader.batch_size} samples, and those of the run {self.global_batch_size}"
+            raise ValueError(f"{key}: {what} (global_batch_size={loader.batch_size or 'N'})")
+        if split == "train" and type(loader.sampler).__name__ not in ("RandomSampler", "SequentialSampler"):
+            raise ValueError(f"{key}: has a {type(loader.sampler).__name__}, but the run orders its samples (sampler=...)")
+        return loader
+
+
+def _missing(split: Split) -> Any:
+    from lightning.pytorch import LightningDataModule
+
+    return getattr(LightningDataModule, f"{split}_dataloader")
+
+
+def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, None]:
+    """Return a batch as its loader makes it, as the inputs: a LightningModule takes it apart."""
+    return collate(samples), None

@@ -1,0 +1,209 @@
+"""A LightningModule whose methods this framework calls: what it logs and asks of its trainer goes to a `Driver`."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from framework.runtime.exits import Unfit
+
+CALLED = {  # the hooks that are called, of all that a LightningModule can have
+    "training_step", "validation_step", "test_step", "configure_optimizers", "setup", "prepare_data", "configure_model",
+    "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
+    "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
+    "on_test_start", "on_test_end", "on_test_epoch_start", "on_test_epoch_end", "on_after_backward",
+    "on_after_batch_transfer", "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step", "on_before_zero_grad",
+}  # fmt: skip
+NOT_NEEDED = {"forward", "predict_step", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
+              "on_predict_start", "on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown",
+              "on_save_checkpoint", "on_load_checkpoint", "configure_callbacks", "configure_sharded_model",
+              "optimizer_zero_grad"}  # fmt: skip
+
+
+_OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks")
+
+
+class StepTaken(Exception):
+    """The optimizer whose turn it is has been stepped: the rest of the training_step belongs to other turns."""
+
+
+@dataclass(eq=False)
+class FromTrainer:
+    """What a LightningModule can read from `self.trainer`: nothing in it depends on how a run is executed."""
+
+    global_step: int = 0
+    current_epoch: int = 0
+    max_epochs: int | None = None
+    max_steps: int = -1
+    estimated_stepping_batches: int = 1
+    num_training_batches: int = 1
+    training: bool = True
+    validating: bool = False
+    testing: bool = False
+    sanity_checking: bool = False
+    predicting: bool = False
+    is_global_zero: bool = True  # on every rank: what only one rank computes would not be a part of the model
+    global_rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    num_nodes: int = 1
+    num_devices: int = 1
+    accumulate_grad_batches: int = 1
+    logger: Any = None
+    loggers: Sequence[Any] = ()
+    callbacks: Sequence[Any] = ()
+    optimizers: Sequence[Any] = ()
+    lr_scheduler_configs: Sequence[Any] = ()
+    callback_metrics: dict[str, Any] = field(default_factory=dict)
+    logged_metrics: dict[str, Any] = field(default_factory=dict)
+    datamodule: LightningDataModule | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"self.trainer.{name}: a run of this framework has no such value (docs: extras/from_lightning)")
+
+
+@dataclass(eq=False)
+class Driver:
+    """What a call of a LightningModule's method gives and takes besides its arguments."""
+
+    trainer: FromTrainer
+    logged: dict[str, tuple[Any, int | None]] = field(default_factory=dict)  # values by name, with batch_size
+    earlier: set[str] = field(default_factory=set)  # the names of values from earlier turns of the step
+    metrics: dict[str, Metric] = field(default_factory=dict)  # that were logged as objects, by name
+    module: Any = None  # the LightningModule that was called last
+    is_padding: bool = False  # the batch does not count
+    prefix: str = ""  # of what is logged under the name of its split, such as val/accuracy
+    turns: Sequence[str] = ()  # the names of the optimizers, for optimizers that the training_step steps itself
+    turn: str = ""
+    losses: list[Tensor] = field(default_factory=list)  # given to manual_backward for the optimizer of the turn
+    taken: int = 0  # optimizers that the training_step has stepped
+
+    def stepped(self, number: int) -> None:
+        """Note that the training_step steps an optimizer."""
+        if number < self.taken:
+            what = f"training_step steps optimizer {number} after optimizer {self.taken - 1}"
+            raise Unfit(f"task: {what} (configure_optimizers returns them in the order in which a step uses them, each once)")
+        self.taken = number + 1
+        if self.turns[number] != self.turn:
+            self.losses.clear()
+        elif self.turn != self.turns[-1]:
+            raise StepTaken
+
+
+class _Optimizer:
+    """The optimizer that a training_step of its own gets: the run's optimizer follows when the gradients are complete."""
+
+    def __init__(self, driver: Driver, number: int) -> None:
+        self._driver, self._number = driver, number
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            closure()
+        self._driver.stepped(self._number)
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def toggle_model(self, *_: Any, **__: Any) -> Any:
+        raise Unfit(
+            "task: toggle_model() of an optimizer is not available (a turn moves its own parameters alone: leave it out)"
+        )
+
+
+def driven(module: Callable[[], Any]) -> LightningModule:
+    """Return a LightningModule that `drive` can call. ValueError with what of it would not be called."""
+    made = module()
+    if not isinstance(made, LightningModule):
+        raise ValueError(f"model.module: a {type(made).__name__} (a LightningModule)")
+    if odd := _not_called(type(made)):
+        what = f"{type(made).__name__} overrides {', '.join(odd)}, which this framework does not call"
+        raise ValueError(f"model.module: {what} (trainer.*, part=... or a task of your own: extras/from_lightning/README.md)")
+    made.__class__ = type(type(made).__name__, (_Driven, type(made)), {"__module__": type(made).__module__})
+    made.trainer = FromTrainer()  # type: ignore[assignment]
+    for setup in (made.configure_model, lambda: made.setup("fit")):
+        setup()
+    return made
+
+
+def metrics_of(module: Any) -> list[Metric]:
+    return [part for part in module.modules() if isinstance(part, Metric)]
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    state = {name: [*value] if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()}
+    return state | {"_update_count": metric._update_count, "_computed": None}
+
+
+def _not_called(kind: type) -> list[str]:
+    bases = [base for base in LightningModule.__mro__ if base.__name__ in _OF_LIGHTNING]
+    hooks = {name for base in bases for name in vars(base) if name[0] != "_" and callable(getattr(LightningModule, name))}
+    own = {name for base in kind.__mro__ if base not in LightningModule.__mro__ for name in vars(base)}
+    return sorted(own & hooks - CALLED - NOT_NEEDED)
+
+
+class _Driven:
+    """What replaces methods of a LightningModule."""
+
+    _driver: Driver | None = None
+
+    def drive(self, driver: Driver, method: str, *arguments: Any) -> Any:
+        """Call a method with as many of the arguments as it takes. The model's forward is replaced by this call."""
+        run = getattr(self, method)
+        taken = inspect.signature(run).parameters.values()
+        takes_all = any(one.kind is one.VAR_POSITIONAL for one in taken)
+        self._driver = driver
+        self.trainer = driver.trainer  # type: ignore[assignment]  # also of the modules in it
+        driver.module = self  # type: ignore[assignment]
+        kept = [(metric, _state_of(metric)) for metric in metrics_of(self)] if driver.is_padding else []
+        try:
+            return run(*(arguments if takes_all else arguments[: len(taken)]))
+        except StepTaken:
+            return None
+        finally:
+            self._driver = None
+            for metric, state in kept:
+                for name, value in state.items():
+                    setattr(metric, name, value)
+
+    def log(self, name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any) -> None:
+        driver = self._driver
+        if driver is None:
+            return
+        name = name.removeprefix(driver.prefix)
+        if isinstance(value, Metric):
+            driver.metrics[name] = value
+        elif reduce_fx not in ("mean", torch.mean):
+            raise Unfit(f"task: log({name!r}, reduce_fx=...) (a mean over the samples; or a metric of torchmetrics)")
+        else:
+            driver.logged[name] = value, batch_size
+
+    def log_dict(self, dictionary: Any, *given: Any, **named: Any) -> None:
+        for name, value in dictionary.items():
+            self.log(name, value, *given, **named)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        driver = self._driver
+        assert driver is not None, "optimizers() is for a training_step"
+        found = [_Optimizer(driver, number) for number in range(len(driver.turns) or 1)]
+        return found if len(found) > 1 else found[0]
+
+    def lr_schedulers(self) -> Any:
+        raise Unfit("task: lr_schedulers() is not available (configure_optimizers says with `interval` when they step)")
+
+    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        assert self._driver is not None, "manual_backward() is for a training_step"
+        self._driver.losses.append(loss)
+
+    def toggle_optimizer(self, *_: Any, **__: Any) -> None:
+        """Do nothing: a turn moves its own parameters alone."""
+
+    def untoggle_optimizer(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def clip_gradients(self, *_: Any, **__: Any) -> None:
+        raise Unfit("task: clip_gradients() is not available (trainer.clip_grad_norm)")

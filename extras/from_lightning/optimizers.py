@@ -1,0 +1,208 @@
+"""The optimizers and schedulers that `configure_optimizers` returns, for the parameters that a strategy has."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from extras.from_lightning.module import FromTrainer, driven
+from framework.modules.tensors import by_mesh
+from framework.optim.optimizers import Trainable
+from framework.runtime.exits import Unfit
+
+_PLACE = "configured_group"  # the option of a parameter group that tells which of the configured groups it is a part of
+Make = Callable[[], Any]  # builds the LightningModule
+
+
+class Configured(NamedTuple):
+    """An optimizer of `configure_optimizers`, for a module without numbers."""
+
+    optimizer: torch.optim.Optimizer
+    names: list[list[str]]  # of the parameters of each group
+    scheduler: Any  # or None
+    interval: str  # epoch or step: when the scheduler steps
+    frequency: int  # and after how many of these
+    monitor: str | None  # the column that the scheduler follows; None: it follows none
+
+    @property
+    def is_function_of_steps(self) -> bool:
+        return self.scheduler is not None and self.monitor is None
+
+
+def configured_by(module: Make, **known: Any) -> list[Configured]:
+    """Return what `configure_optimizers` returns. `known` are values of `self.trainer`. ValueError for what cannot be used."""
+    try:
+        with torch.device("meta"):
+            made = driven(module)
+    except (NotImplementedError, RuntimeError):  # its constructor needs numbers
+        made = driven(module)
+    made.trainer = FromTrainer(**known)  # type: ignore[assignment]
+    found = made.configure_optimizers()
+    optimizers, schedulers = _sorted(found)
+    if not optimizers:
+        raise ValueError(f"module: configure_optimizers returns {type(found).__name__}, and no optimizer")
+    own = {id(parameter): name for name, parameter in made.named_parameters()}
+    by_optimizer = {id(entry["scheduler"].optimizer): entry for entry in schedulers}
+    configured = []
+    for optimizer in optimizers:
+        names = [[own[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        entry = by_optimizer.get(id(optimizer), {})
+        scheduler, interval = entry.get("scheduler"), entry.get("interval", "epoch")
+        follows = entry.get("monitor", "") if scheduler is not None and _takes_metric(scheduler) else None
+        configured.append(Configured(optimizer, names, scheduler, interval, entry.get("frequency", 1), follows))
+    return configured
+
+
+def _takes_metric(scheduler: Any) -> bool:
+    return any(one.default is one.empty for one in inspect.signature(scheduler.step).parameters.values())
+
+
+def _sorted(found: Any) -> tuple[list[torch.optim.Optimizer], list[Mapping[str, Any]]]:
+    """Return the optimizers, and an entry for each scheduler, of any form that `configure_optimizers` may return."""
+    if isinstance(found, torch.optim.Optimizer):
+        return [found], []
+    if isinstance(found, Mapping):
+        scheduler = found.get("lr_scheduler")
+        return [found["optimizer"]], [] if scheduler is None else [_entry(scheduler)]
+    if isinstance(found, (list, tuple)) and len(found) == 2 and all(isinstance(part, (list, tuple)) for part in found):
+        return list(found[0]), [_entry(scheduler) for scheduler in found[1]]
+    parts = [_sorted(part) for part in found] if isinstance(found, (list, tuple)) else []
+    return [one for optimizers, _ in parts for one in optimizers], [one for _, entries in parts for one in entries]
+
+
+def _entry(scheduler: Any) -> Mapping[str, Any]:
+    return scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+
+
+# --- the optimizer
+
+
+def configured(
+    trained: list[Trainable], *, module: Make, max_epochs: int | None = None, number: int = 0
+) -> torch.optim.Optimizer:
+    """Return an optimizer of `configure_optimizers` with the trained parameters of these names in its groups."""
+    made, names = configured_by(module, max_epochs=max_epochs)[number][:2]
+    by_name = {item.name: item.parameter for item in trained}
+    groups: list[dict[str, Any]] = []
+    for place, (group, own) in enumerate(zip(made.param_groups, names)):
+        options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
+        options |= {"lr": group.get("initial_lr", group["lr"]), _PLACE: place}  # before a scheduler has changed it
+        mine = [by_name[name] for name in own if name in by_name]
+        groups += [{"params": members, **options} for members in by_mesh(mine)]
+    if not groups:  # this rank updates nothing
+        groups = [{**made.param_groups[0], "params": [item.parameter for item in trained], _PLACE: 0}]
+    made.param_groups = groups
+    return made
+
+
+def completed(node: dict[str, Any], *, module: Make, **_: Any) -> dict[str, Any]:
+    """Return the optimizer's node with a turn for each optimizer, if there are several: a step takes one after the other."""
+    found = configured_by(module)
+    if len(found) == 1:
+        return node
+    turns: dict[str, Any] = {}
+    for number, (name, one) in enumerate(zip(names_of_turns(found), found)):
+        scheduler = {"_target_": f"{schedule.__module__}.{schedule.__name__}", "module": node["module"], "number": number}
+        turns[name] = {"match": [name for names in one.names for name in names], **node, "number": number}
+        turns[name]["scheduler"] = _with_unit(scheduler | {"max_epochs": node.get("max_epochs")}, one)
+    return node | {"turns": turns}
+
+
+configured.completed = completed  # type: ignore[attr-defined]
+
+
+def names_of_turns(found: Sequence[Configured]) -> list[str]:
+    """Return the names of several optimizers: those of the modules whose parameters they have."""
+    tops = ["_".join(dict.fromkeys(name.split(".")[0] for names in one.names for name in names)) for one in found]
+    return tops if len(set(tops)) == len(tops) else [f"optimizer_{number}" for number in range(len(found))]
+
+
+# --- the schedule
+
+
+def schedule(
+    optimizer: torch.optim.Optimizer, *, module: Make, max_epochs: int | None = None, total_steps: int | None = None,
+    number: int = 0,
+) -> "_Followed":  # fmt: skip
+    """Return the scheduler of an optimizer of `configure_optimizers`, for an optimizer with its groups.
+
+    `total_steps` is what `self.trainer.estimated_stepping_batches` is; it is known if the scheduler steps by steps.
+    """
+    known = {} if total_steps is None else {"estimated_stepping_batches": total_steps, "max_steps": total_steps}
+    return _Followed(optimizer, configured_by(module, max_epochs=max_epochs, **known)[number])
+
+
+class _Followed:
+    """A scheduler of another optimizer, whose options the optimizer follows."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, configured: Configured) -> None:
+        self._optimizer, self._configured, self._calls = optimizer, configured, 0
+        self._follow()
+
+    def step(self) -> None:
+        self._calls += 1
+        if self._configured.is_function_of_steps and self._calls % self._configured.frequency == 0:
+            self._configured.optimizer.step()  # it has no gradients; torch warns if the scheduler steps first
+            self._configured.scheduler.step()
+        self._follow()
+
+    def _follow(self) -> None:
+        for group in self._optimizer.param_groups:
+            there = self._configured.optimizer.param_groups[group[_PLACE]]
+            group.update({name: value for name, value in there.items() if name not in ("params", "initial_lr")})
+
+
+def with_unit(node: dict[str, Any], *, module: Make, max_epochs: int | None = None, **_: Any) -> dict[str, Any]:
+    """Return the schedule's node with the unit in which the scheduler steps."""
+    return _with_unit(node, configured_by(module, max_epochs=max_epochs)[0])
+
+
+def _with_unit(node: dict[str, Any], configured: Configured) -> dict[str, Any]:
+    by_epoch = configured.is_function_of_steps and configured.interval == "epoch"
+    return node | ({"every": "epoch"} if by_epoch else {})
+
+
+schedule.completed = with_unit  # type: ignore[attr-defined]
+
+
+class Plateau:
+    """The scheduler of an optimizer of `configure_optimizers` that follows a column of an evaluation, if there is one."""
+
+    def __init__(self, configured: Sequence[Configured]) -> None:
+        following = [one for one in configured if one.monitor is not None]
+        if len(following) > 1 or (following and len(configured) > 1):
+            raise Unfit("task: a scheduler that follows a metric needs a run with one optimizer (a schedule of the step)")
+        self._followed = following[0] if following else None
+        self._first = [group["lr"] for group in self._followed.optimizer.param_groups] if self._followed else []
+
+    @property
+    def share(self) -> float:
+        return self._followed.optimizer.param_groups[0]["lr"] / self._first[0] if self._followed else 1.0
+
+    def evaluated(self, split: str, row: Mapping[str, Any]) -> None:
+        """Let the scheduler step, if it follows a column of this split's rows."""
+        if self._followed is None or split != "val":
+            return
+        name = str(self._followed.monitor).removeprefix("val/")
+        if name not in row:
+            raise Unfit(
+                f"task: a scheduler follows {self._followed.monitor!r}, which is not measured (one of {', '.join(row)})"
+            )
+        self._followed.scheduler.step(row[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._followed is None:
+            return {}
+        kept = {name: getattr(self._followed.scheduler, name) for name in _OF_PLATEAU}
+        return kept | {"rates": [group["lr"] for group in self._followed.optimizer.param_groups]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._followed is not None:
+            for name in _OF_PLATEAU:
+                setattr(self._followed.scheduler, name, state[name])
+            for group, lr in zip(self._followed.optimizer.param_groups, state["rates"]):
+                group["lr"] = lr
+
+
+_OF_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of torch's ReduceLROnPlateau

@@ -1,0 +1,289 @@
+"""LightningModules as people write them, each in the shape of a public one; nothing in them knows this framework."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class Data(L.LightningDataModule):
+    """Points of two classes of moons, or sequences of tokens."""
+
+    def __init__(self, kind: str = "points", batch_size: int = 16) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def setup(self, stage: str) -> None:
+        draws = torch.Generator().manual_seed(0)
+        if self.hparams["kind"] == "tokens":
+            tokens = torch.randint(0, 16, (96, 9), generator=draws).cumsum(1) % 16
+            pairs = tokens[:, :-1], tokens[:, 1:]
+        else:
+            x = torch.randn(96, 6, generator=draws, dtype=torch.float64)
+            pairs = x, (x @ torch.randn(6, 3, generator=draws, dtype=torch.float64)).argmax(-1)
+        self.fit, self.held_out = (TensorDataset(*(part[a:b] for part in pairs)) for a, b in ((0, 72), (72, 96)))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.fit, batch_size=self.hparams["batch_size"], shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.held_out, batch_size=self.hparams["batch_size"])
+
+
+class Classifier(L.LightningModule):
+    """A net, an optimizer and a scheduler from the configuration; the shape of lightning-hydra-template's module."""
+
+    def __init__(self, net: nn.Module, optimizer: Any, scheduler: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False, ignore=["net"])
+        self.net = net
+        self.criterion = nn.CrossEntropyLoss()
+        self.train_acc, self.val_acc, self.test_acc = (MulticlassAccuracy(3, average="micro") for _ in range(3))
+        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self.val_acc_best = MaxMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+    def on_train_start(self) -> None:
+        self.val_loss.reset()
+        self.val_acc.reset()
+        self.val_acc_best.reset()
+
+    def model_step(self, batch: Any) -> Any:
+        x, y = batch
+        logits = self.forward(x)
+        return self.criterion(logits, y), torch.argmax(logits, dim=1), y
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, preds, targets = self.model_step(batch)
+        self.train_acc(preds, targets)
+        self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True)
+        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
+        return loss  # type: ignore[no-any-return]
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss, preds, targets = self.model_step(batch)
+        self.val_acc(preds, targets)
+        self.log("val/loss", loss, on_step=False, on_epoch=True, prog_bar=True)
+        self.log("val/acc", self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_acc_best(self.val_acc.compute())
+        self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        loss, preds, targets = self.model_step(batch)
+        self.test_acc(preds, targets)
+        self.log("test/loss", loss, on_step=False, on_epoch=True, prog_bar=True)
+        self.log("test/acc", self.test_acc, on_step=False, on_epoch=True, prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.hparams["optimizer"](params=self.parameters())
+        if self.hparams["scheduler"] is None:
+            return {"optimizer": optimizer}
+        scheduler = self.hparams["scheduler"](optimizer=optimizer)
+        return {"optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss", "interval": "epoch", "frequency": 1}}  # fmt: skip
+
+
+def net(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+class VAE(L.LightningModule):
+    """Noise in a step; two optimizer groups; a step without a batch index; the loss in a dictionary."""
+
+    def __init__(self, hidden: int = 16, latent: int = 4, beta: float = 0.5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 2 * latent))
+        self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, 6))
+
+    def elbo(self, batch: Any) -> dict[str, Tensor]:
+        x, _ = batch
+        mean, log_variance = self.encoder(x).chunk(2, dim=-1)
+        code = mean + torch.randn_like(mean) * (log_variance / 2).exp() if self.training else mean
+        reconstruction = F.mse_loss(self.decoder(code), x)
+        divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(-1).mean()
+        return {"loss": reconstruction + self.hparams["beta"] * divergence, "kl": divergence.detach()}
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        found = self.elbo(batch)
+        self.log_dict({"train_kl": found["kl"]}, on_step=True)
+        return found
+
+    def validation_step(self, batch: Any) -> Tensor:
+        return self.elbo(batch)["loss"]
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.encoder.parameters()}, {"params": self.decoder.parameters(), "lr": 3e-3}]
+        return torch.optim.Adam(groups, lr=1e-3)
+
+
+class LanguageModel(L.LightningModule):
+    """Warm-up by steps, from the trainer's number of steps; a decay for some parameters alone."""
+
+    def __init__(self, vocab: int = 16, width: int = 16, warmup: float = 0.25) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 2, 32, dropout=0.0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        found: Tensor = self.head(x)
+        return found
+
+    def _loss(self, batch: Any) -> Tensor:
+        tokens, following = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("ppl", loss.exp().detach() * 0 + self.global_step, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        total = self.trainer.estimated_stepping_batches
+        warmup = max(1, int(self.hparams["warmup"] * total))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / warmup, 1 - step / (2 * total)))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class GAN(L.LightningModule):
+    """Two optimizers, which the training_step steps itself; the shape of Lightning's own example."""
+
+    def __init__(self, latent: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(latent, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.discriminator = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+    def adversarial_loss(self, y_hat: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(y_hat, y)
+
+    def training_step(self, batch: Any) -> None:
+        real, _ = batch
+        optimizer_g, optimizer_d = self.optimizers()  # type: ignore[misc]
+        z = torch.randn(real.shape[0], self.hparams["latent"]).type_as(real)
+        self.toggle_optimizer(optimizer_g)
+        fake = self.generator(z)
+        valid = torch.ones(real.size(0), 1).type_as(real)
+        g_loss = self.adversarial_loss(self.discriminator(fake), valid)
+        self.log("g_loss", g_loss, prog_bar=True)
+        self.manual_backward(g_loss)
+        optimizer_g.step()
+        optimizer_g.zero_grad()
+        self.untoggle_optimizer(optimizer_g)
+
+        self.toggle_optimizer(optimizer_d)
+        real_loss = self.adversarial_loss(self.discriminator(real), valid)
+        fake_loss = self.adversarial_loss(self.discriminator(self.generator(z).detach()), torch.zeros_like(valid))
+        d_loss = (real_loss + fake_loss) / 2
+        self.log("d_loss", d_loss, prog_bar=True)
+        self.manual_backward(d_loss)
+        optimizer_d.step()
+        optimizer_d.zero_grad()
+        self.untoggle_optimizer(optimizer_d)
+
+    def validation_step(self, batch: Any) -> None:
+        real, _ = batch
+        self.log("val_loss", self.adversarial_loss(self.discriminator(real), torch.ones(len(real), 1).type_as(real)))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        g = torch.optim.Adam(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+        d = torch.optim.Adam(self.discriminator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+        return [g, d], []
+
+
+class Teacher(L.LightningModule):
+    """A student follows its own average, which a hook moves after each batch; the shape of BYOL and of mean teachers."""
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.momentum = momentum
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        outputs = self.student(x)
+        agreement = F.mse_loss(outputs, self.teacher(x + 0.1))
+        self.log("agreement", agreement)
+        return F.cross_entropy(outputs, y) + agreement
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for ours, theirs in zip(self.teacher.parameters(), self.student.parameters()):
+            ours.mul_(self.momentum).add_(theirs, alpha=1 - self.momentum)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.teacher(x), y))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.student.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+adam = partial(torch.optim.Adam, lr=1e-2)
+plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.1, patience=0, threshold=0.3)
+
+
+class MeanOverTokens(LanguageModel):
+    """Its loss ignores a token, so its mean is not one over the samples."""
+
+    def _loss(self, batch: Any) -> Tensor:
+        tokens, following = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), following.flatten(), ignore_index=3)
+
+
+class OwnStep(LanguageModel):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+class DiscriminatorFirst(GAN):
+    """It steps its second optimizer first."""
+
+    def training_step(self, batch: Any) -> None:
+        real, _ = batch
+        optimizer_g, optimizer_d = self.optimizers()  # type: ignore[misc]
+        for optimizer, sign in ((optimizer_d, 1.0), (optimizer_g, -1.0)):
+            fake = self.generator(torch.randn(len(real), 4).type_as(real))
+            self.manual_backward(sign * (self.discriminator(fake) - self.discriminator(real)).mean())
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,184 @@
+"""LightningModules of other people compute here what they compute under Lightning, and the same on any number of processes."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from extras.adopt import __main__ as adopt
+from extras.from_lightning.tests import modules
+from framework.data.order import Order
+from tests.harness import assert_close, assert_same_bits, command, exact_rows, finished, once, refused, typed
+from tests.test_resume import after_step, crash
+
+HERE = "extras.from_lightning.tests.modules"
+SIZE, STEPS, SEED = 16, 10, 3  # two epochs of 4 batches and a short one
+RUN = [
+    "task=lightning", "dataset=lightning", f"dataset.module._target_={HERE}.Data", f"global_batch_size={SIZE}", f"seed={SEED}",
+    "precision=fp64", "trainer.max_epochs=2", "trainer.eval_every=5", "trainer.log_every=1",
+]  # fmt: skip
+NET = [f"task.module.net._target_={HERE}.net"]
+ADAM = ["+task.module.optimizer={_target_: torch.optim.Adam, _partial_: true, lr: 0.01}"]
+CASES: dict[str, list[str]] = {
+    "Classifier": [*NET, *ADAM],
+    "VAE": [],
+    "LanguageModel": ["dataset.module.kind=tokens"],
+    "GAN": [],
+    "Teacher": [],
+}
+
+
+def line(name: str, *more: str) -> list[str]:
+    return [*RUN, f"task.module._target_={HERE}.{name}", *CASES[name], *more]
+
+
+class InOurOrder(L.LightningDataModule):
+    """The same data in the order and the batches of a run."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+        data.setup("fit")
+
+    def train_dataloader(self) -> Any:
+        order = Order(num_samples=len(self.data.fit), global_batch_size=SIZE, seed=SEED, drop_last=False)
+        seen = 0
+        batches = []
+        for _ in range(STEPS):
+            batches.append(order.batch(seen)[1].tolist())
+            seen += len(batches[-1])
+
+        class Batches:
+            def __init__(self) -> None:
+                self.epoch = 0
+
+            def __iter__(self) -> Iterator[list[int]]:
+                self.epoch += 1
+                yield from batches[(self.epoch - 1) * 5 : self.epoch * 5]
+
+            def __len__(self) -> int:
+                return 5
+
+        return DataLoader(self.data.fit, batch_sampler=Batches())  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        return self.data.val_dataloader()
+
+
+class Note(L.Callback):
+    """What each step has logged."""
+
+    def __init__(self) -> None:
+        self.losses: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.losses.append(found | ({"loss": float(outputs["loss"])} if outputs else {}))
+
+
+def draw_alike() -> None:
+    """Let what a step draws depend on its shape alone: the two frameworks seed their draws differently."""
+
+    def drawn(*shape: int, **_: Any) -> torch.Tensor:
+        return torch.arange(float(np.prod(shape)), dtype=torch.float64).mul(7.0).cos().reshape(shape)
+
+    torch.randn = drawn  # type: ignore[assignment]
+    torch.randn_like = lambda tensor: drawn(*tensor.shape)  # type: ignore[assignment]
+
+
+def under_lightning(module: Callable[[], L.LightningModule], data: Any) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
+    """Return the module that Lightning has trained in one process, what each step has logged, and the last evaluation."""
+    torch.manual_seed(SEED)
+    made, note = module().double(), Note()
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[note],
+        enable_model_summary=False, num_sanity_val_steps=0, precision="64-true",
+    )  # fmt: skip
+    trainer.fit(made, InOurOrder(data))
+    return made, note.losses, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+MADE: dict[str, Callable[[], L.LightningModule]] = {
+    "Classifier": lambda: modules.Classifier(modules.net(), modules.adam),
+    "VAE": modules.VAE,
+    "LanguageModel": modules.LanguageModel,
+    "GAN": modules.GAN,
+    "Teacher": modules.Teacher,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_lightning_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = once(*line(name), before=draw_alike)
+    for function in ("randn", "randn_like"):
+        monkeypatch.setattr(torch, function, getattr(torch, function))
+    draw_alike()
+    kind = "tokens" if name == "LanguageModel" else "points"
+    made, losses, evaluated = under_lightning(MADE[name], modules.Data(kind, SIZE))
+    rows = [row for row in exact_rows(ended) if row["split"] == "train"]
+    assert len(rows) == len(losses) == STEPS
+    for row, logged in zip(rows, losses):
+        for column in ("loss", "train_loss", "agreement", "train_kl", "g_loss", "d_loss"):
+            if column in logged:
+                assert row[column] == pytest.approx(logged[column], rel=1e-6), (row, logged)  # Lightning logs in float32
+    (last,) = (row for row in exact_rows(ended) if row["split"] == "val" and row["step"] == STEPS)
+    common = {own: value for name, value in evaluated.items() if (own := name.removeprefix("val/")) in last}
+    assert common or name == "VAE", evaluated  # it returns its loss, and logs nothing
+    for column, value in common.items():
+        assert last[column] == pytest.approx(value, rel=1e-6), (last, evaluated)
+    for parameter, value in made.state_dict().items():
+        assert torch.allclose(ended.weights[parameter], value, rtol=1e-10, atol=1e-10), parameter
+
+
+def test_a_scheduler_that_follows_a_metric_does_what_it_does_under_lightning(tmp_path: Path) -> None:
+    own = ["+task.module.scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, "
+           "factor: 0.1, patience: 0, threshold: 0.9}", "trainer.max_epochs=4"]  # fmt: skip
+    ended = once(*line("Classifier"), *own)
+    rates = [row["lr"] for row in exact_rows(ended) if row["split"] == "train"]
+    assert rates == pytest.approx([0.01] * 10 + [0.001] * 5 + [0.0001] * 5)  # the first value is no plateau
+    killed = command(*line("Classifier"), *own, "checkpoint.every=6", root=tmp_path, before=after_step(13, crash))
+    assert killed.code != 0
+    assert_same_bits(finished(*line("Classifier"), *own, "checkpoint.every=6", root=tmp_path), ended)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["Classifier", "GAN", "Teacher"])
+def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_path: Path) -> None:
+    two = [*line(name, "micro_batch_size=3", "checkpoint.every=3"), f"parallel={strategy}", "launch.nproc_per_node=2"]
+    assert command(*two, "launch.max_restarts=0", root=tmp_path, before=after_step(8, crash)).code != 0
+    assert_close(finished(*two, root=tmp_path), once(*line(name, "micro_batch_size=3", "checkpoint.every=3")))
+
+
+def test_an_unclear_order_of_optimizers_is_refused(tmp_path: Path) -> None:
+    ended = command(*RUN, f"task.module._target_={HERE}.DiscriminatorFirst", "rehearse=true", root=tmp_path / "runs")
+    assert ended.code == 78 and "training_step steps optimizer 0 after optimizer 1" in ended.output, ended.output
+
+
+def test_a_mean_that_is_not_one_over_the_samples_is_named_with_its_line(tmp_path: Path) -> None:
+    own = ["dataset.module.kind=tokens", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true", "trainer.max_steps=1"]
+    ended = command(*RUN, f"task.module._target_={HERE}.MeanOverTokens", *own, root=tmp_path / "runs")
+    line = inspect.getsourcelines(modules.LanguageModel.training_step)[1]
+    assert f"its loss of a batch (at {modules.__file__}:{line}) is neither the sum nor the mean" in ended.output, ended.output
+
+
+def test_a_hook_that_is_not_called_is_refused() -> None:
+    own = [*RUN, f"task.module._target_={HERE}.OwnStep", "dataset.module.kind=tokens"]
+    assert "OwnStep overrides optimizer_step, which this framework does not call" in refused(*own)
+
+
+def test_adopt_writes_options_for_a_module_and_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(adopt, "_check", lambda line: asked.append(line) or "")
+    assert adopt.main([f"{HERE}:VAE", f"{HERE}:Data", f"global_batch_size={SIZE}", "parallel=ddp"]) == 0
+    assert asked[0][:2] == ["task=vae", "dataset=data"]
+    own = ["task.module.beta=0.1", "trainer.max_steps=2", f"global_batch_size={SIZE}", "rehearse=false"]
+    ended = typed("task=vae", "dataset=data", *own, directory=tmp_path)
+    assert ended.code == 0 and ended.summary["step"] == 2, ended.output
