@@ -66,7 +66,8 @@ class Task(Protocol):
     # (collective); `parts`, parts of the loop by name; `predictions(outputs, targets)`, the arguments of a metric's update(),
     # as a tuple or a mapping of names; `written(outputs) -> dict[str, Tensor]`, what mode=predict writes for a batch;
     # `compile_loss()`, which trainer.compile=true calls; `source`, the function that computes the loss, for messages;
-    # `takes_16_bits = True`: in training, its loss takes outputs in the dtype of autocast.
+    # `takes_16_bits = True`: in training, its loss takes outputs in the dtype of autocast; `evaluates_in_training_mode = True`:
+    # the model stays in training mode in evaluations.
 
 
 def says_itself(task: Task, name: str) -> bool:

@@ -88,7 +88,8 @@ class Watch:
 
     def _watch_evaluation(self, step: Step) -> Sums:
         sums = self._evaluate(step)
-        if training := [name or "the model" for name, part in self._engine.module.named_modules() if part.training]:
+        training = [name or "the model" for name, part in self._engine.module.named_modules() if part.training]
+        if training and not getattr(self._engine.forward.task, "evaluates_in_training_mode", False):
             what = f"an evaluation puts {training[0]} into training mode and leaves it there"
             raise Refused("model", what, "leave modes to the loop")
         return sums

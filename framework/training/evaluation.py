@@ -1,6 +1,7 @@
 """The measurement of every sample of a split, once: the sums of each rank, and their totals."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
     """
     engine.sync_buffers()
     sums: Sums = {}
-    with structure.in_eval_mode(engine.module):
+    in_training = getattr(engine.forward.task, "evaluates_in_training_mode", False)
+    with nullcontext() if in_training else structure.in_eval_mode(engine.module):
         for step in steps:
             add(sums, {name: value.double() for name, value in engine.evaluate(step).items()})
     return sums

@@ -1,0 +1,132 @@
+"""Models of other people that compute their own loss train as in a plain loop, and the same on any number of processes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from framework.data.order import Order
+from tests.harness import assert_close, command, exact_rows, finished, once
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """Sequences with padding of different lengths, whose labels are -100 there."""
+    draws = torch.Generator().manual_seed(0)
+    found = []
+    for length in torch.randint(4, 13, (40,), generator=draws).tolist():
+        tokens = torch.randint(1, 17, (12,), generator=draws)
+        counts = torch.arange(12) < length
+        found.append({"input_ids": tokens, "attention_mask": counts.long(), "labels": tokens.where(counts, -100)})
+    return found
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=17, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def bert() -> nn.Module:
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=17, max_position_embeddings=12, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+class Detector(nn.Module):
+    """It returns its losses in training mode, and predictions else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.boxes, self.scores = nn.Linear(8, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, targets: dict[str, Tensor] | None = None) -> Any:
+        features = self.body(x).tanh()
+        if not self.training:
+            return {"boxes": self.boxes(features), "scores": self.scores(features)}
+        assert targets is not None
+        return {"loss_box": F.l1_loss(self.boxes(features), targets["boxes"]),
+                "loss_class": F.cross_entropy(self.scores(features), targets["labels"])}  # fmt: skip
+
+
+def scenes() -> list[Any]:
+    draws = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(4, generator=draws), {"boxes": torch.rand(4, generator=draws), "labels": number % 3})
+        for number in range(40)
+    ]
+
+
+RUN = ["dataset=map_style", "task=own_loss", "precision=fp64", "global_batch_size=8", "trainer.max_steps=6", "trainer.max_epochs=null",
+       "trainer.log_every=1", "trainer.eval_every=3", "seed=5"]  # fmt: skip
+TOKENS = [
+    *RUN,
+    f"dataset.train._target_={__name__}.samples",
+    "dataset.inputs=[input_ids,attention_mask]",
+    "dataset.targets=labels",
+]
+CASES = {
+    "gpt2": [*TOKENS, f"model._target_={__name__}.gpt2", "task.weight=shifted_tokens"],
+    "bert": [*TOKENS, f"model._target_={__name__}.bert", "task.weight=tokens"],
+    "detector": [*RUN, f"dataset.train._target_={__name__}.scenes", f"model._target_={__name__}.Detector",
+                 "task.evaluates_in_training_mode=true"],
+}  # fmt: skip
+PRECISE = {"gpt2": 1e-6, "bert": 1e-10}  # its library computes the loss of a causal model in float32
+
+
+def batches(seed: int) -> Iterator[list[Any]]:
+    """The run's training samples: those that are left when a tenth is held out for validation, and one for the test."""
+    from framework.data.map_style import MapStyle
+
+    source = MapStyle(train=samples, inputs=["input_ids", "attention_mask"], targets="labels").load("train")
+    order, seen = Order(num_samples=len(source), global_batch_size=8, seed=seed, drop_last=False), 0
+    while True:
+        numbers = order.batch(seen)[1]
+        seen += len(numbers)
+        yield [source.sample(int(number)) for number in numbers]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_it_computes_what_a_plain_loop_does(name: str) -> None:
+    torch.manual_seed(5)
+    model = {"gpt2": gpt2, "bert": bert}[name]().double()
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, batch in zip(range(6), batches(5)):
+        loss = model(**torch.utils.data.default_collate(batch)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    line = [*CASES[name], "optimizer=sgd", "optimizer.lr=0.1", "optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.nesterov=false",
+            "scheduler=constant", "micro_batch_size=3"]  # fmt: skip
+    rows = [row["loss"] for row in exact_rows(once(*line)) if row["split"] == "train"]
+    assert rows == pytest.approx(losses, rel=PRECISE[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_compute_what_one_does(name: str, tmp_path: Path) -> None:
+    two = finished(*CASES[name], "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true", root=tmp_path / "runs")
+    assert_close(two, once(*CASES[name]), tolerance=PRECISE.get(name, 1e-10))
+    assert "loss of a batch" not in two.output
+
+
+def test_another_mean_than_the_declared_one_is_named(tmp_path: Path) -> None:
+    line = [*CASES["gpt2"], "task.weight=samples", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
+    assert "its loss of a batch" in command(*line, root=tmp_path / "runs").output
+
+
+def test_a_model_without_a_loss_in_an_evaluation_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    ended = command(*CASES["detector"], "task.evaluates_in_training_mode=false", "rehearse=true", root=tmp_path / "runs")
+    assert ended.code == 78 and "task.evaluates_in_training_mode=true" in ended.output, ended.output
