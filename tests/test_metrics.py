@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from framework.build import components
+from framework.checkpoint.state import Progress
 from framework.config.trainer import EarlyStopping
 from framework.data.loader import Loader
 from framework.engine.sums import as_sums, loss_in, means
@@ -200,8 +201,10 @@ def test_a_row_splits_the_time_of_its_steps(clock: Clock) -> None:
 def test_a_tick_tells_the_time_and_the_part_of_it_in_steps(clock: Clock) -> None:
     speed = Speed(torch.device("cpu"))
     spend(speed, clock, start=5.0, evaluation=6.0, checkpoint=7.0, **STEP)
-    assert speed.tick() == (21.75, 3.75)
-    assert speed.tick() == (0.0, 0.0)
+    progress = Progress(step=0, samples_seen=0, wall_s=0.0)
+    for _ in range(2):  # the second adds nothing
+        speed.tick(progress)
+        assert (progress.wall_s, progress.train_s) == (21.75, 3.75)
 
 
 def test_without_tokens_or_a_known_peak_there_is_no_such_number() -> None:

@@ -37,6 +37,7 @@ PARTS = {
     "length_warmup": ["start=4", "steps=3", "multiple_of=2"],
     "loss_spikes": ["window=2", "factor=50"],
     "lr_range": ["stop_at=1000"],
+    "plateau": ["patience=0", "threshold=0.5", "factor=0.5"],
     "predictions": ["count=3"],
     "sharpness": ["radius=0.05"],
     "swa": ["start=0.3", "every=2"],

@@ -60,7 +60,7 @@ def problems(model: nn.Module, *, demands: Demands, sync_every: int, **others: o
         return [f"part: {', '.join(demands.parts)}, {what} (part=none, or parallel=ddp)"]
     periods = {"trainer.eval_every": demands.eval_every, "checkpoint.every": demands.checkpoint_every}
     return [f"{key}: {every} is not a multiple of parallel.sync_every={sync_every} (the processes agree only then)"
-            for key, every in periods.items() if every is not None and every % sync_every]  # fmt: skip
+            for key, every in periods.items() if isinstance(every, str) or (every or 0) % sync_every]  # fmt: skip
 
 
 def exact_options(**options: object) -> None:

@@ -249,4 +249,4 @@ def problems(model: nn.Module, *, demands: Demands, pipeline: int, drain_every: 
              for key, value in at_odds.items() if value is not None]  # fmt: skip
     periods = {"trainer.eval_every": demands.eval_every, "checkpoint.every": demands.checkpoint_every}
     return found + [f"{key}: {every} is not a multiple of parallel.drain_every={drain_every} (only then all are at one step)"
-                    for key, every in periods.items() if every is not None and every % drain_every]  # fmt: skip
+                    for key, every in periods.items() if isinstance(every, str) or (every or 0) % drain_every]  # fmt: skip

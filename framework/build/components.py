@@ -252,8 +252,10 @@ def with_init_digest(model: Node) -> tuple[Node, list[Problem]]:
 
 def completed(node: Node) -> Node:
     """Return a node as its target completes it, with a function `completed(node, **arguments)` of its own, if it has one."""
-    complete, bound = getattr(locate(node["_target_"]), "completed", None), component(node)
-    return node if complete is None else complete(node, **getattr(bound, "keywords", {}))  # type: ignore[no-any-return]
+    if (complete := getattr(locate(node["_target_"]), "completed", None)) is None:
+        return node
+    bound: Any = component(node)
+    return complete(node, **bound.keywords)  # type: ignore[no-any-return]
 
 
 def complete_task(task: Node, *, dataset: Dataset) -> tuple[Node, list[Problem]]:

@@ -1,12 +1,14 @@
 """The schedules that a configuration names: functions of the step, and schedulers of torch, which take an optimizer."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from framework.config.period import epochs_of
 from framework.config.schema import Node
 from framework.config.targets import TOTALS, component, locate, signature_of
 from framework.optim.schedules import Schedule, tabulated
@@ -46,7 +48,7 @@ def schedule(
     if not _takes_optimizer(node):
         if every is not None:
             raise ValueError("scheduler.every: this schedule is a function of the step (without it)")
-        share = component(node)
+        share = component({name: _in_steps(value, epochs_before) for name, value in node.items()})
         return Schedule(lambda step: share(step, total_steps))
     totals = TOTALS & signature_of(node["_target_"]).arguments.keys()
     if every is None and not totals:  # a scheduler that takes the number of steps counts steps
@@ -56,6 +58,14 @@ def schedule(
         node = node | dict.fromkeys(totals, calls_before(total_steps - 1) + 1)
     node = {name: value for name, value in node.items() if name != "every"}
     return tabulated(partial(_scheduler, node), lr=lr, groups=groups, calls_before=calls_before)
+
+
+def _in_steps(value: Any, epochs_before: Callable[[int], int]) -> Any:
+    """Return the number of steps for a text such as `1ep` or `0.5ep`; any other value as it is."""
+    if (epochs := epochs_of(value)) is None:
+        return value
+    first = next(step for step in itertools.count(1) if epochs_before(step) > 0)  # the steps of an epoch
+    return round(epochs * first)
 
 
 def _takes_optimizer(node: Node) -> bool:

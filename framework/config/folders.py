@@ -93,7 +93,9 @@ def option_file(group: str, option: str) -> Path:
 
 def option_node(group: str, option: str) -> dict[str, Any]:
     """Return the content of an option's file, interpolations unresolved. Return {} for a faulty file: composing reports it."""
-    return _content(option_file(group, option)) or stored_options(group).get(option, {})
+    content = _content(option_file(group, option)) or stored_options(group).get(option, {})
+    of_all = group in content and "_target_" not in content  # a file for other sections too (`# @package _global_`)
+    return content[group] if of_all and isinstance(content[group], dict) else content
 
 
 def parse_yaml(text: str | bytes) -> Any:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from framework.config.period import Period
 from framework.config.section import AboveZero, Count, Positive, Section, setting
 from framework.runtime.problem import Problem
 
@@ -36,7 +37,9 @@ class Divergence(Section):
 class TrainerSection(Section):
     max_steps: Positive | None = setting(None, "optimizer steps; the shorter of this and max_epochs ends the run")
     max_epochs: Positive | None = setting(40, "passes over the training set")
-    eval_every: Positive | None = setting(100, "optimizer steps between evaluations; null = only at the end")
+    eval_every: Period | None = setting(
+        100, "optimizer steps between evaluations, or 1ep, 5000samples, 10min; null = only at the end"
+    )
     log_every: Positive = setting(10, "optimizer steps between training rows")
     limit_batches: Positive | None = setting(None, "batches of an epoch, and of an evaluation; null = all")
     overfit_batches: Positive | None = setting(
@@ -91,7 +94,9 @@ class TrainerSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Positive | None = setting(100, "optimizer steps between checkpoints; null = only at the end", execution=True)
+    every: Period | None = setting(
+        100, "optimizer steps between checkpoints, or 1ep, 5000samples, 10min; null = only at the end", execution=True
+    )
     keep_last: Positive = setting(2, "number of newest checkpoints to keep", execution=True)
     keep_best: Count = setting(0, "number of best checkpoints to keep in addition", execution=True)
     monitor: str = setting("val/loss", "the metric that decides which checkpoint is best")

@@ -6,20 +6,21 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from framework.config.compose import Composed
+from framework.config.described import bare, described, meant
 from framework.config.draft import Draft
 from framework.config.folders import config_name, groups, named_keys, options, value_names
+from framework.config.period import epochs_of
 from framework.config.schema import COMPONENTS, SEVERAL, STATIC_KEYS, RunConfig, Section, section_of
 from framework.config.section import LARGEST
 from framework.config.spelling import did_you_mean, done_here, nearest, option_meant
 from framework.config.targets import HYDRAS, UNIONS, arguments_of, as_node, hides_keys, nodes_in
 from framework.runtime.problem import Problem, shown
-from framework.runtime.program import typed_override
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -29,8 +30,7 @@ def validate(composed: Composed) -> Draft:
     config, known = composed.config, composed.known
     if not config.keys() - {"sampler", *SEVERAL}:
         return Draft({}, composed.problems)
-    valid: dict[str, Any] = {}
-    unknown = config.keys() - RunConfig.model_fields.keys()
+    valid, unknown = dict[str, Any](), config.keys() - RunConfig.model_fields.keys()
     problems = composed.problems + [problem for name in unknown for problem in unknown_key(name, config[name], known=known)]
     if missing := [name for name, field in RunConfig.model_fields.items() if field.is_required() and name not in config]:
         what = f"{config_name()}.yaml is not complete: {', '.join(missing)} missing"
@@ -90,9 +90,9 @@ def component_problems(
     names_of = {name: value_names(f"{key}.{name}", node) for name in (one.rpartition(".")[2] for one in named_keys())}
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own, *filter(names_of.get, names_of)))]
     for name, value in values.items():
-        argument = signature.arguments.get(name)
-        # the data replace null in a model, and `${data:...}` everywhere
-        is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:")
+        argument, is_period = signature.arguments.get(name), key.endswith("scheduler") and epochs_of(value) is not None
+        # the data replace null in a model, and `${data:...}` everywhere; the run knows the steps of an epoch
+        is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:") or is_period
         if argument is None and hides and not difflib.get_close_matches(name, signature.arguments, cutoff=0.8):
             continue
         if argument is None and names_of.get(name):
@@ -229,72 +229,3 @@ def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
     of_options = [other for other in known if other.split(".")[0] in (*COMPONENTS, *SEVERAL, "hydra") and other != key]
     meant = did_you_mean(key, [*of_options, *STATIC_KEYS, *groups()])
     return [Problem(key, "unknown key", done_here(key) or meant or listing)]
-
-
-# --- types in messages: their names, and the value of a type that the user probably meant
-
-_NAMES = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    list[int]: "a list of integers, as in [1, 2]",
-    list[float]: "a list of numbers, as in [0.9, 0.99]",
-    list[str]: "a list of texts, as in [a, b]",
-}
-
-
-def bare(annotation: Any) -> Any:
-    """Return an annotation without `Annotated` around it or around its members."""
-    if get_origin(annotation) is Annotated:
-        return bare(get_args(annotation)[0])
-    if get_origin(annotation) in UNIONS:
-        return functools.reduce(lambda one, other: Union[one, other], map(bare, get_args(annotation)))  # noqa: UP007
-    if get_origin(annotation) is list:
-        return list[bare(get_args(annotation)[0])]  # type: ignore[misc]  # a type made at run time
-    return annotation
-
-
-def described(annotation: Any, *, key: str) -> str:
-    """Return the description of a type's values, for messages about `key`."""
-    annotation = bare(annotation)
-    if get_origin(annotation) in UNIONS:
-        return ", or ".join(described(member, key=key) for member in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        choices = [str(shown(choice)).strip("'") for choice in get_args(annotation)]
-        return "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
-    if get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal:
-        names = get_args(get_args(annotation)[0])
-        return f"a list of {', '.join(names)}, as in [{names[0]}]"
-    return _NAMES.get(annotation, f"a section, whose keys are set as in {key}.KEY=VALUE")
-
-
-_YES, _NO = (1, "yes", "on", "True"), (0, "no", "off", "False")
-
-
-def meant(value: Any, annotation: Any, *, key: str) -> str | None:
-    """Return the value of the right type that the user probably meant, or None."""
-    annotation = bare(annotation)
-    types = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
-    choices = [choice for kind in types if get_origin(kind) is Literal for choice in get_args(kind)]
-    if choices and value not in (None, False):
-        return nearest(str(value), [choice for choice in choices if isinstance(choice, str)])
-    if type(None) in types and (value is False or str(value).lower() in ("none", "off", "")):
-        return "null"
-    if bool in types and (value in _YES or value in _NO):
-        return "true" if value in _YES else "false"
-    if str in types and isinstance(value, (bool, int, float)):
-        return typed_override(key, shown(value))
-    number = _number(value)
-    if number is not None and (int in types and number == int(number) or float in types):
-        return shown(int(number) if int in types else number)
-    return None
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value) if isinstance(value, (str, float)) else None
-    except ValueError:
-        return None
-    return number if number is not None and abs(number) < 1e18 else None

@@ -79,8 +79,8 @@ def says_itself(task: Task, name: str) -> bool:
 class Demands:
     """A run's demands on its strategy, in addition to running the model. The strategy's `problems` may refuse them."""
 
-    eval_every: int | None  # in optimizer steps; null = only at the end
-    checkpoint_every: int | None
+    eval_every: int | str | None  # optimizer steps, or a number with another unit; null = only at the end
+    checkpoint_every: int | str | None
     sync_batchnorm: bool
     averages: tuple[str, object] | None  # the key of the option that averages the weights, and its value
     scales_loss: bool

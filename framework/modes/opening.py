@@ -7,6 +7,7 @@ from typing import Any
 
 from framework.build.training import Builder
 from framework.config.folders import option_of
+from framework.config.period import Period
 from framework.loggers.sink import RunInfo
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.facts import say
@@ -93,7 +94,7 @@ def _devices(places: Sequence[tuple[str, str]]) -> str:
     return f"{', '.join(counts)} on {where}"
 
 
-def _when(steps: int | None) -> str:
+def _when(steps: Period | None) -> str:
     return "at the end" if steps is None else f"every {steps}"
 
 

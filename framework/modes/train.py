@@ -227,7 +227,7 @@ def _write_weights(weights: OnRank0, directory: RunDirectory, *, world: World, m
 
 
 def _close_record(trainer: Trainer, status: str, **values: Any) -> None:
-    trainer.tick()
+    trainer.speed.tick(trainer.progress)
     grace_s = trainer.plan.grace_s
     within_s = PREEMPTION.left_of(grace_s) if grace_s is not None else math.inf
     trainer.recorder.close(within_s=within_s, status=status, **trainer.summary(), **values)

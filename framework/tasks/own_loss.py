@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from framework.runtime.exits import Unfit
 from framework.tasks.cross_entropy import IGNORED
 
 Weight = Literal["samples", "tokens", "shifted_tokens"]
@@ -30,7 +29,7 @@ class OwnLoss:
         if not losses:
             kind = f"a mapping of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
             what = f"the model returns {kind}, and no loss, in {'training' if context.is_training else 'an evaluation'}"
-            raise Unfit(f"task: {what} ({'another task' if context.is_training else 'task.evaluates_in_training_mode=true'})")
+            raise TypeError(f"{what} ({'another task' if context.is_training else 'task.evaluates_in_training_mode=true'})")
         weight = self._weight_of(batch) if self._weight != "samples" else context.size
         columns = {name: (loss.detach() * weight, weight) for name, loss in losses.items() if len(losses) > 1}
         return columns | {"loss": (sum(losses.values()) * weight, weight)}
@@ -44,7 +43,7 @@ class OwnLoss:
     def _weight_of(self, batch: Any) -> Tensor:
         targets = batch.inputs.get(self._labels) if batch.targets is None else batch.targets
         if not isinstance(targets, Tensor):
-            raise Unfit(f"task.weight: {self._weight}, but the targets are a {type(targets).__name__} (samples)")
+            raise TypeError(f"task.weight is {self._weight}, but the targets are a {type(targets).__name__} (samples)")
         return ((targets if self._weight == "tokens" else targets[:, 1:]) != IGNORED).sum()
 
 

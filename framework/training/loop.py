@@ -31,7 +31,7 @@ from framework.training.guard import require_equal_replicas, require_equal_trail
 from framework.training.loop_view import finish_gradients
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
-from framework.training.plan import Plan
+from framework.training.plan import Alarms, Plan
 from framework.training.recorder import Recorder
 from framework.training.recovery import Recovery
 from framework.training.speed import Speed, peak_memory_gib
@@ -61,7 +61,7 @@ class Trainer:
         self.trained = names_of_trained(self.engine.module)
         self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: not finite after a loss that is not
         self.memory_gib: list[float] = []  # the peak of each rank
-        self.grad_norm = 0.0  # the last value read
+        self.grad_norm, self.size = 0.0, 0  # the last value read; the samples of the last step
 
     def fit(self) -> bool:
         """Train. Return True when the run is finished; False when it was preempted, after a committed checkpoint."""
@@ -71,11 +71,12 @@ class Trainer:
             self.commit()
         step, steps = self.begin()
         is_asked = is_late = False  # whether a stop and a checkpoint wait for a step after which the run can be saved
+        alarms, rings = Alarms(self.plan.settings.eval_every, self.plan.checkpoint_every, world=self.world), [False, False]
         while True:
             try:
                 self.take(step)
             except Diverged as error:
-                self.tick()
+                self.speed.tick(self.progress)
                 state = self.recovery.recover(error, step=step, progress=self.progress)
                 if state is not None:
                     self.load_state_dict(state)
@@ -85,13 +86,15 @@ class Trainer:
                 self.parts.step_taken()
             self.parts.agree_on_end()
             can_save = self.parts.can_save(is_ending=self.is_ending)
-            if self.is_over or self.is_due(self.plan.settings.eval_every):
+            if self.is_over or self.is_due(self.plan.settings.eval_every) or rings[0]:
                 self.evaluate("val")
             is_best = can_save and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
             flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)
-            asked_now, save_failed = self.world.agreement.any_flags(*flags, now=has_row)
+            more = alarms.flags() if alarms.are_set else ()
+            asked_now, save_failed, *rung = self.world.agreement.any_flags(*flags, *more, now=has_row)
+            rings = alarms.heard(rung, step=self.progress.step) if rung else rings
             is_asked |= asked_now
-            is_late |= self.is_due(self.plan.checkpoint_every)
+            is_late |= self.is_due(self.plan.checkpoint_every) or rings[1]
             preempted = is_asked and can_save
             if save_failed:
                 self.saver.settle()
@@ -127,9 +130,11 @@ class Trainer:
     def is_ending(self) -> bool:
         return self.is_due(None) or self.tracker.patience.is_exhausted or bool(self.parts.loop.stopped)
 
-    def is_due(self, every: int | None, *, at: int | None = None) -> bool:
+    def is_due(self, every: int | str | None, *, at: int | None = None) -> bool:
         at = self.progress.step if at is None else at
-        return at >= self.plan.total_steps or (every is not None and at % every == 0)
+        if not isinstance(every, str):
+            return at >= self.plan.total_steps or (every is not None and at % every == 0)
+        return self.plan.is_due(every, step=at, samples_seen=self.progress.samples_seen, size=self.size)
 
     def take(self, step: Step) -> None:
         """Take one optimizer step, and log it if due. Raise Diverged, without a step, if it is not finite."""
@@ -142,7 +147,7 @@ class Trainer:
 
     def train_step(self, step: Step, *, measure: bool) -> tuple[Sums, Tensor | None]:
         """Take one optimizer step. Return this rank's sums and, if measured, the global gradient norm."""
-        progress, sums, norms = self.progress, Sums(), list[Tensor]()
+        progress, sums, norms, self.size = self.progress, Sums(), list[Tensor](), step.num_samples
         turns: Sequence[Turn | None] = self.update.due(progress.step) if self.update.turns else [None]
         self.world.at("training", step=progress.step + 1)
         if self.recovery.is_watching:
@@ -156,7 +161,7 @@ class Trainer:
             norms += [norm] if norm is not None else []
         self.speed.enter("loop")
         self.loss_watch += sums["loss"]
-        progress.step, progress.samples_seen = progress.step + 1, progress.samples_seen + step.num_samples
+        progress.step, progress.samples_seen = progress.step + 1, progress.samples_seen + self.size
         self.parts.step_taken()
         return sums, torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else None
 
@@ -188,7 +193,7 @@ class Trainer:
         means = self.means(sums, num_samples=step.num_samples, norm=grad_norm)
         if turns := [turn for turn in self.update.due(self.progress.step - 1) if turn is not None]:
             means["loss"] = math.fsum(means[f"{turn.name}_loss"] for turn in turns)
-        self.tick()
+        self.speed.tick(self.progress)
         own = {
             "lr": self.update.lr(self.progress.step - 1),
             "grad_norm": self.grad_norm,  # not finite if fp16 has skipped the step
@@ -260,16 +265,11 @@ class Trainer:
         self.engine.sync_buffers()
         self.parts.saving()
         require_equal_replicas(self.engine.module, world=self.world)
-        self.tick()
+        self.speed.tick(self.progress)
         kept = plain_state_of_all(self.held, initial=self.update.initial, world=self.world)
         flush = functools.partial(self.recorder.flush, **self.summary())
         state = self.state_dict() | {"kept": kept.model_dump()}
         self.saver.save(self.progress.step, state_tensors(self.held), state, flush=flush)
-
-    def tick(self) -> None:
-        wall_s, train_s = self.speed.tick()
-        self.progress.wall_s += wall_s
-        self.progress.train_s += train_s
 
     def summary(self) -> dict[str, Any]:
         measured = {"goodput": self.progress.goodput, "memory_gib": self.memory_gib}

@@ -1,22 +1,53 @@
-"""The steps at which things are due."""
+"""The steps and the times at which things are due."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from framework.config.period import Period, samples_of, seconds_of
 from framework.config.trainer import TrainerSection
 from framework.data.order import Order
+from framework.distributed.world import World
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps at which things are due, in optimizer steps; None means "only at the end"."""
+    """The steps at which things are due; a period of None means "only at the end"."""
 
     total_steps: int
     settings: TrainerSection
-    checkpoint_every: int | None
+    checkpoint_every: Period | None
     grace_s: float | None  # between the signal that asks a run to stop and the signal that kills it; None if not known
+    epoch_size: int  # samples
 
     @classmethod
-    def of(cls, settings: TrainerSection, order: Order, *, checkpoint_every: int | None, grace_s: float | None) -> "Plan":
+    def of(cls, settings: TrainerSection, order: Order, *, checkpoint_every: Period | None, grace_s: float | None) -> "Plan":
         steps = [settings.max_steps, settings.max_epochs and order.steps_in(settings.max_epochs)]
         total_steps = min(count for count in steps if count is not None)
-        return cls(total_steps, settings, checkpoint_every=checkpoint_every, grace_s=grace_s)
+        return cls(total_steps, settings, checkpoint_every, grace_s, order.epoch_size)
+
+    def is_due(self, every: str, *, step: int, samples_seen: int, size: int) -> bool:
+        """Return whether something is due by epochs or samples after a step of `size` samples, with which so many were seen."""
+        samples = samples_of(every, epoch_size=self.epoch_size)
+        return step >= self.total_steps or samples is not None and samples_seen // samples > (samples_seen - size) // samples
+
+
+class Alarms:
+    """Periods of time, by the clock of one rank. All ranks hear an alarm after the same step."""
+
+    def __init__(self, *periods: Period | None, world: World) -> None:
+        self._seconds = [seconds_of(period) for period in periods] if world.rank == 0 else [None] * len(periods)
+        self._since, self._heard = [time.monotonic()] * len(periods), [-2] * len(periods)
+        self.are_set = any(seconds_of(period) is not None for period in periods)
+
+    def flags(self) -> list[bool]:
+        """Return which periods are over. A flag stays until it is heard, because not every call sends the flags."""
+        now = time.monotonic()
+        return [length is not None and now - since >= length for length, since in zip(self._seconds, self._since)]
+
+    def heard(self, flags: Sequence[bool], *, step: int) -> list[bool]:
+        """Return which flags are new: one that arrives in the step after another was on its way before that was heard."""
+        new = [flag and step - last > 1 for flag, last in zip(flags, self._heard)]
+        for number in (number for number, is_new in enumerate(new) if is_new):
+            self._since[number], self._heard[number] = time.monotonic(), step
+        return new

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from framework.checkpoint.state import Progress
 from framework.training.profile import Profile
 
 Phase = Literal["start", "data", "forward_backward", "optimizer", "checkpoint", "evaluation", "loop", "end"]
@@ -91,11 +92,12 @@ class Speed:
             num_steps += phase == "optimizer"
         return {phase: spent[phase] / max(num_steps, 1) for phase in PARTS}
 
-    def tick(self) -> tuple[float, float]:
-        """Return the seconds since the last call, and how many of these were spent in steps."""
+    def tick(self, progress: Progress) -> None:
+        """Add to `progress` the seconds since the last call, and those of them that were spent in steps."""
         self.enter(self.phase)
         spent, self._at_tick = self._since_then(self._at_tick), self._seconds.copy()
-        return sum(spent.values()), sum(spent[phase] for phase in _STEPPING)
+        progress.wall_s += sum(spent.values())
+        progress.train_s += sum(spent[phase] for phase in _STEPPING)
 
     def _since_then(self, before: dict[Phase, float]) -> dict[Phase, float]:
         return {phase: seconds - before[phase] for phase, seconds in self._seconds.items()}
