@@ -78,13 +78,13 @@ def _show(path: Path) -> list[str]:
 def _settings(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return the keys of a run's configuration with values that are not the defaults: of the computation, of the execution."""
     try:
-        own, checked = settings_of(recall(path)), checked_line([]).config
+        own, checked = recall(path), checked_line([]).config
         defaults = settings_of(compose_line([]).config if checked is None else checked.plain())
     except ValueError as error:
         return [("?", str(error))], []
-    execution = execution_of(own)
-    hidden = ("run.id", "run.dir", "run.root")
-    pairs = [(key, value) for key, value in own.items() if value != defaults.get(key, "null") and key not in hidden]
+    execution, hidden = execution_of(own), ("run.id", "run.dir", "run.root")
+    values = settings_of(own).items()
+    pairs = [(key, value) for key, value in values if value != defaults.get(key, "null") and key not in hidden]
     computed = [(key, value) for key, value in pairs if not is_below(key, execution)]
     return computed, [pair for pair in pairs if pair not in computed]
 

@@ -34,8 +34,8 @@ def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]
 
     Raise ValueError if one of the directories has no frozen configuration.
     """
-    ours, theirs = (settings_of(recall(path)) for path in (first, second))
-    pairs, execution = _differing(ours, theirs), execution_of(ours, theirs)
+    ours, theirs = recall(first), recall(second)
+    pairs, execution = _differing(settings_of(ours), settings_of(theirs)), execution_of(ours, theirs)
     computed = {key: pair for key, pair in pairs.items() if not is_below(key, execution)}
     places = ("run.id", "run.dir", "run.root")
     return computed, {key: pair for key, pair in pairs.items() if key not in computed and key not in places}

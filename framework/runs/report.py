@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from framework.config.folders import parse_yaml
 from framework.config.identity import is_below
 from framework.runs.compare import environment_of, latest_start
 from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.history import Series, number, read_history
-from framework.runs.settings import TextByKey, differing, execution_of, settings_of, with_options
+from framework.runs.settings import TextByKey, differing, execution_of, read_config, settings_of, with_options
 from framework.runtime.files import write_atomically
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
@@ -43,6 +41,7 @@ class ReportedRun:
     label: str  # the run's path below the root
     state: str
     note: str  # why it failed, or which files could not be read
+    plain: dict[str, Any]  # the configuration, as it is in its file
     config: TextByKey
     monitor: str
     mode: str  # min or max, for the monitor
@@ -114,17 +113,23 @@ def printable(text: str) -> str:
 
 def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
     summary = directory.read_summary()
-    config, damaged = _read_config(directory.path / "config.yaml")
+    plain = read_config(directory.path)
+    config = {printable(key): printable(text) for key, text in settings_of(plain or {}).items()}
     monitor, mode = config.get("checkpoint.monitor", "val/loss"), config.get("checkpoint.mode", "min")
     found = read_history(directory.metrics, monitor=monitor, mode=mode) if directory.metrics.exists() else {}
     state = directory.state
     lacks_rows = not found and state != "running"  # a running run may not have its first row yet
-    missing = {"summary.json that can be read": not summary, "config.yaml that can be read": damaged, "metrics": lacks_rows}
+    missing = {
+        "summary.json that can be read": not summary,
+        "config.yaml that can be read": plain is None,
+        "metrics": lacks_rows,
+    }
     notes = [str(summary.get("error") or ""), *(f"no {what}" for what, is_missing in missing.items() if is_missing)]
     return ReportedRun(
         label=label,
         state=printable(state),
         note=printable("; ".join(" ".join(note.split()) for note in notes if note)),
+        plain=plain or {},
         config={key: value for key, value in config.items() if key.split(".")[0] not in _NOT_SHOWN},
         monitor=monitor,
         mode=mode,
@@ -179,15 +184,6 @@ def _shown_of(line: bytes) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if isinstance(value, str) or math.isfinite(value)}
 
 
-def _read_config(path: Path) -> tuple[TextByKey, bool]:
-    try:
-        config = parse_yaml(path.read_bytes())
-        settings = {printable(key): printable(text) for key, text in settings_of(config).items()}
-        return settings, not isinstance(config, dict)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return {}, True
-
-
 def count_states(states: list[str]) -> str:
     """Return the number of runs, and the number in each state, as text."""
     counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
@@ -236,7 +232,7 @@ def _hash(text: str) -> str:
 def _content(runs: list[ReportedRun]) -> dict[str, Any]:
     grids: dict[tuple[int, ...], int] = {}
     configs = with_options([run.config for run in runs])
-    differ, execution = differing(configs), execution_of(*(run.config for run in runs))
+    differ, execution = differing(configs), execution_of(*(run.plain for run in runs))
     common = {key: value for key, value in configs[0].items() if all(config.get(key) == value for config in configs)}
     owns = [{key: value for key, value in config.items() if key not in common} for config in configs]
     own_keys = dict.fromkeys(key for own in owns for key in own)
