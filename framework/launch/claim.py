@@ -75,7 +75,7 @@ def accept_code(run: RunSection, targets: list[str]) -> None:
             provenance.add_start(targets)
 
 
-def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | None = None) -> ClaimedRun | Exit:
+def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] = ()) -> ClaimedRun | Exit:
     """Take the run's directory and its mirror, update the directory from the mirror, and freeze the configuration.
 
     `line`: the overrides of the run's own command, for its record. Return an exit code if another party holds the run (see
@@ -109,7 +109,7 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | 
             return held
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
         if not is_beside:
-            taken = [parent.record() for parent in parents_of(config.plain(), folder=Path.cwd(), run=directory.path)]
+            taken = parents_of(config.plain(), folder=Path.cwd(), run=directory.path)
             Provenance(directory.path).add_start(config.targets(), line=line, taken=taken)
         return ClaimedRun(config, replace(frozen, token=lock.token), lock, held)
     except RunEnded as end:

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from framework.config.identity import is_below
-from framework.runs.compare import environment_of, latest_start
+from framework.runs.compare import environment_of
 from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.history import Series, number, read_history
+from framework.runs.provenance import Provenance
 from framework.runs.settings import TextByKey, differing, execution_of, read_config, settings_of, with_options
 from framework.runtime.files import write_atomically
 
@@ -146,8 +147,9 @@ def _read_origin(path: Path) -> dict[str, str]:
     file = path / "provenance.json"
     if not file.is_file() or file.stat().st_size > _MOST_BYTES:
         return {}
-    start = latest_start(path)
-    facts = {name: str(start[name]) for name in ("at", "command", "host") if name in start} | environment_of(start)
+    if (start := Provenance(path).latest) is None:
+        return {}
+    facts = {"at": start.at, "command": start.command, "host": start.host, **environment_of(start)}
     return {printable(name): printable(text) for name, text in facts.items()}
 
 
