@@ -21,8 +21,9 @@ from framework.runs.facts import result
 from framework.runs.lineage import Ancestor, fate_of, lineage
 from framework.runs.metrics_file import last_rows
 from framework.runs.provenance import Provenance, Start
-from framework.runs.report import find_runs, number, printable
+from framework.runs.report import find_runs, printable
 from framework.runs.settings import execution_of, settings_of
+from framework.runs.status import last_step
 from framework.runtime.exits import Exit
 from framework.runtime.files import checksum
 from framework.runtime.problem import Problem
@@ -65,8 +66,7 @@ def find(text: str, root: Path | None) -> Path | str:
 def _show(path: Path) -> list[str]:
     directory, start = RunDirectory(path), Provenance(path).latest
     summary = directory.read_summary()
-    steps = [number(summary.get("step")), *(row["step"] for row in last_rows(directory.metrics))]  # the summary may be older
-    step = max(steps, key=lambda step: (step == step, step))
+    step = last_step(summary, last_rows(directory.metrics))
     total = f" of {summary['total_steps']}" if "total_steps" in summary else ""
     known = [("directory", str(path.resolve())), ("step", f"{step:.0f}{total}")]
     lines = [f"{_label_of(path)}: {_state_line(directory)}", *_aligned([*known, *result(directory, root=str(path.parent))])]

@@ -17,7 +17,7 @@ from framework.preflight.check import code_problems, resume_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.facts import result, say
 from framework.runs.lineage import parents_of
-from framework.runs.metrics_file import read_rows
+from framework.runs.metrics_file import iterate_rows
 from framework.runs.mirror import Mirror, committed
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import Environment
@@ -57,8 +57,7 @@ def is_finished(run: RunSection) -> bool:
         return False
     directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
-    rows = read_rows(directory.metrics) if directory.metrics.exists() else []
-    if all(row["step"] != summary.get("step") for row in rows):
+    if all(row["step"] != summary.get("step") for row in iterate_rows(directory.metrics)):
         LOGGER.warning("%s has lost its last rows", directory.metrics)
     LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
     say(result(directory, root=run.root))

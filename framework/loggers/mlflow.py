@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from framework.config.identity import flat
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, read_rows, scalars
+from framework.runs.metrics_file import Row, best_of_monitor, read_rows, scalars
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import variables
 
@@ -100,11 +100,9 @@ class MLflow:
     def close(self, summary: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        monitor = str(summary.get("monitor"))
-        split, _, name = monitor.partition("/")
-        best = summary.get("metrics", {}).get(split, {}).get("best", {}).get(name)
-        if isinstance(best, (int, float)):
-            metric = Metric(_name(f"best/{monitor}"), best, int(1000 * time.time()), summary["step"])
+        best, _ = best_of_monitor(summary)
+        if best is not None:
+            metric = Metric(_name(f"best/{summary['monitor']}"), best, int(1000 * time.time()), summary["step"])
             self._client.log_batch(self._id, metrics=[metric])
         weights = self._info.directory / "model.safetensors"
         if self.log_model and summary["status"] == "finished" and weights.is_file():

@@ -55,8 +55,7 @@ class Wandb:
         self._info = run
         # Earlier rows that wandb does not have. Offline these are all rows, because each start writes a new file, and a kill
         # loses unwritten rows. Online these are the rows that were not sent.
-        metrics = run.directory / "metrics.jsonl"
-        for row in iterate_rows(metrics, until=run.step) if metrics.exists() else ():
+        for row in iterate_rows(run.directory / "metrics.jsonl", until=run.step):
             self.log(row)
         if self.log_code:
             self._log_code(run)

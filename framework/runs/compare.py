@@ -123,9 +123,7 @@ def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> TwoValues:
 
 
 def _rows_of(path: Path) -> dict[tuple[int, str], Row]:
-    metrics = RunDirectory(path).metrics
-    rows = iterate_rows(metrics) if metrics.is_file() else ()
-    return {(row["step"], row["split"]): row for row in rows}
+    return {(row["step"], row["split"]): row for row in iterate_rows(RunDirectory(path).metrics)}
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ import numpy as np
 from framework.config.identity import is_below
 from framework.runs.compare import environment_of
 from framework.runs.directory import RECORD_FILES, RunDirectory
-from framework.runs.history import Series, number, read_history
+from framework.runs.history import Series, read_history
+from framework.runs.metrics_file import number
 from framework.runs.provenance import Provenance
 from framework.runs.settings import TextByKey, differing, execution_of, read_config, settings_of, with_options
 from framework.runtime.files import write_atomically
@@ -208,23 +210,8 @@ def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, ti
                      for names in (("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")))  # fmt: skip
     allowed = f"img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-{(_FILES / "page.html").read_text()}
-<script id="data" type="application/json">{plain}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-    write_atomically(target, page)
+    page = Template((_FILES / "page.html").read_text())
+    write_atomically(target, page.substitute(title=html.escape(title), policy=policy, style=style, script=script, data=plain))
 
 
 def _hash(text: str) -> str:

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Container, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import Row, last_rows
-from framework.runs.report import count_states, name_below, number, printable
+from framework.runs.metrics_file import Row, last_rows, number
+from framework.runs.report import count_states, name_below, printable
 from framework.runs.settings import differences
 from framework.runtime import slurm
 from framework.runtime.lock import Lock
@@ -159,7 +159,7 @@ def _below(path: Path, root: Path) -> str:
 def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
     state, why, job = standing
     summary, rows, job_id = directory.read_summary(), last_rows(directory.metrics), directory.job_id or ""
-    step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
+    step = last_step(summary, rows)
     total_steps = number(summary.get("total_steps"))
     pace = next((number(row.get("step_s")) for row in reversed(rows) if row["split"] == "train"), math.nan)
     cells = {"state": state, "metric": _last_metric(rows, str(summary.get("monitor"))), "job": job_id}
@@ -170,6 +170,12 @@ def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
         if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # false if it is nan
             cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
     return cells | {"why": " ".join(why.split())}
+
+
+def last_step(summary: dict[str, Any], rows: list[Row]) -> float:
+    """Return a run's step: the summary may be older than the rows. nan: it is not known."""
+    known = [step for step in (number(summary.get("step")), *(number(row["step"]) for row in rows)) if step == step]
+    return max(known, default=math.nan)
 
 
 def _last_metric(rows: list[Row], monitor: str) -> str:

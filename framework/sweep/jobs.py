@@ -73,7 +73,7 @@ class Job:
     def row(self, *, state: str | None = None) -> TableRow:
         """Return the job's state. It is `stale` if the job started with other code."""
         state = "stale" if self.code is None and self.stale_code else state
-        return TableRow.read(self.config.run, self.config.checkpoint.monitor, self.values, state=state, code=self.code)
+        return TableRow.read(self.config.run, self.values, state=state, code=self.code)
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.values.items()) or " ".join(self.line)
