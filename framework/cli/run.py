@@ -63,7 +63,7 @@ def _start(overrides: list[str], checked: Draft | None, is_rehearsed: bool) -> i
     log.start_console(rank=environment.rank)
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
     PREEMPTION.watch()
-    with callbacks(overrides, rank=environment.rank, is_job=checked is not None) as ended:
+    with callbacks(overrides, around="run" if checked is None else "job", rank=environment.rank) as ended:
         if environment.is_launched:
             line = overrides if is_step else None
             code = join(lambda: begin(overrides, world_size=environment.world_size), environment=environment, line=line)
