@@ -86,7 +86,7 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] = 
     folder = folder_of(config.run, config.mode)
     if is_beside:
         PREEMPTION.says = "stopping"  # these modes have no steps
-    lock = Lock(folder, party=party)
+    lock, is_claimed = Lock(folder, party=party), False
     try:
         mirror = None if is_beside else mirror_of(config.run, name=config.name)
         has_none = mirror is not None and not committed(
@@ -104,24 +104,24 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] = 
             mirror.move_aside()
         held = None if mirror is None or is_submission else _hold(mirror, config.run, targets=config.targets())
         if isinstance(held, Exit):
-            lock.release()
             return held
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
         if not is_beside:
             taken = parents_of(config.plain(), folder=Path.cwd(), run=directory.path)
             Provenance(directory.path).add_start(config.targets(), line=line, taken=taken)
+        is_claimed = True
         return ClaimedRun(config, replace(frozen, token=lock.token), lock, held)
     except RunEnded as end:
-        lock.release()
         LOGGER.error("%s", end)
         return end.code
     except StoreFailed as failure:
-        lock.release()
         return print_problems([refused(failure)])
     except OSError as error:
-        lock.release()
         LOGGER.error("the run's directory cannot be written: %s", error)
         return Exit.DISK
+    finally:
+        if not is_claimed:
+            lock.release()
 
 
 def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Exit:
