@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.cli.run import build_problems, rehearsal_problems, start
+from framework.cli.run import build_problems, builder_of, rehearsal_problems, start
 from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
-from framework.launch.claim import accept_code
+from framework.launch.claim import accept_code, is_over
 from framework.launch.mirrored import put_missing
 from framework.preflight.check import changed_code
 from framework.preflight.slurm import JobRequest, job_problems
@@ -41,14 +41,11 @@ class Job:
 
     @property
     def build(self) -> "Builder":
-        from framework.build.training import Builder
-        from framework.distributed.world import World
-
-        return Builder(self.config, world=World.alone())
+        return builder_of(self.config)
 
     @property
     def is_done(self) -> bool:
-        return self.directory.is_finished and self.config.run.resume != "never"
+        return is_over(self.config.run)
 
     @property
     def stale_code(self) -> str:
@@ -65,9 +62,8 @@ class Job:
 
     def skip(self) -> None:
         """Treat a finished job as a job that has run, after its mirror got what was missing."""
-        config = self.config
-        accept_code(config.run, config.targets())
-        self.code = put_missing(config.run, name=config.name)
+        accept_code(self.config)
+        self.code = put_missing(self.config.run, name=self.config.name)
         LOGGER.info("finished already: %s, in %s", self, self.directory.path)
 
     def row(self, *, state: str | None = None) -> TableRow:
