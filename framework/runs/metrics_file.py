@@ -5,7 +5,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,12 @@ def in_digits(value: float | None) -> str:
     if value is None:
         return "nan"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
+def in_units(value: float, units: Sequence[str], *, base: int) -> str:
+    """Return a number with three digits and the largest fitting unit; each is `base` times the unit before it."""
+    power = min(len(units) - 1, int(math.log(max(value, 1), base)))
+    return f"{value / base**power:.3g}{units[power]}"
 
 
 def number(value: Any) -> float:
