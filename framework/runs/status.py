@@ -39,37 +39,30 @@ class Standing(NamedTuple):
 def standings(directories: Iterable[RunDirectory]) -> dict[Path, Standing]:
     """Return the states of runs, by their paths: from their directories, and from Slurm if they are Slurm jobs."""
     by_path = {directory.path: directory for directory in directories}
-    in_queue, silence = {}, ""
+    jobs, silence = dict[Path, QueuedJob](), ""
     try:
-        in_queue = queued_jobs(by_path.values())
+        jobs = queued_jobs(by_path.values())
     except SlurmFailed as error:
         silence = f"Slurm does not answer: {error}"
-    states = {path: _state(directory, in_queue.get(path), silence) for path, directory in by_path.items()}
-    # jobs that did not record their end in the run's directory
-    lost = {path: job_id for path, state in states.items()
-            if state == "killed" and (job_id := by_path[path].job_id) is not None}  # fmt: skip
-    ends = slurm.ends(lost.values()) if lost and not silence else {}
-    found = {path: _last_words(by_path[path], ends.get(job_id, "")) for path, job_id in lost.items()}
-    if "?" in states.values():
+    found = {path: _standing(directory, jobs.get(path), is_silent=bool(silence)) for path, directory in by_path.items()}
+    if any(standing.state == "?" for standing in found.values()):
         LOGGER.warning("%s: a state that only Slurm knows is shown as ?", silence)
-    return {path: found.get(path) or _standing(by_path[path], states[path], in_queue.get(path)) for path in by_path}
+    # jobs that did not record their end in the run's directory
+    lost = {path: job_id for path, standing in found.items()
+            if standing.state == "killed" and (job_id := by_path[path].job_id) is not None}  # fmt: skip
+    ends = slurm.ends(lost.values()) if lost and not silence else {}
+    return found | {path: _last_words(by_path[path], ends.get(job_id, "")) for path, job_id in lost.items()}
 
 
-def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
+def _standing(directory: RunDirectory, job: QueuedJob | None, *, is_silent: bool) -> Standing:
     """Return the state from the run's directory, or Slurm's newer state. Return `?` if Slurm knows it, but does not answer."""
-    own = directory.state
-    if silence and directory.job_id and own in ("queued", "killed", "preempted"):
-        return "?"
-    if silence:
-        return own
-    if job is not None and own not in ("finished", "failed"):
-        return "queued" if job.waits else "running"
-    return "killed" if own == "queued" else own  # the job has left the queue without a start
-
-
-def _standing(directory: RunDirectory, state: str, job: QueuedJob | None) -> Standing:
-    if job is not None and state == "queued":
-        return Standing(state, job.reason, job)
+    state = directory.state
+    if is_silent and directory.job_id and state in ("queued", "killed", "preempted"):
+        return Standing("?")
+    if job is not None and state not in ("finished", "failed"):
+        return Standing("queued", job.reason, job) if job.waits else Standing("running", job=job)
+    if state == "queued" and not is_silent:
+        state = "killed"  # the job has left the queue without a start
     return Standing(state, str(directory.read_summary().get("error") or "") if state in ("failed", "killed") else "", job)
 
 
