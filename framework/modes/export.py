@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import state_of
-from framework.config.frozen_file import digest_of, recall
 from framework.data.loader import as_tensors
 from framework.data.source import Dataset, Source
 from framework.modes.load_run import LoadedModel, load_run
@@ -134,9 +133,8 @@ def _compared(name: str, make: Callable[[], tuple[Made, Program]], module: nn.Mo
 
 
 def _safetensors(model: LoadedModel, build: Builder) -> bytes:
-    facts = {"run_id": build.config.run.id, "config_hash": digest_of(recall(build.directory.path)), "step": str(model.step)}
     weights = {name: value.clone() for name, value in state_of(model.module).items()}  # tied weights must not share memory
-    return save(weights, metadata={"format": "pt"} | facts)
+    return save(weights, metadata={"format": "pt"} | model.facts(build))
 
 
 def _pt2(module: nn.Module, samples: Tree) -> tuple[bytes, Program]:

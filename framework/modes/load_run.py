@@ -12,6 +12,7 @@ from framework.checkpoint.manifest import read_state, step_of
 from framework.checkpoint.plain_state import set_extra_state
 from framework.checkpoint.state import stored_plain_state
 from framework.checkpoint.weights import load_file
+from framework.config.frozen_file import digest_of, recall
 from framework.modules.structure import switch_off_dropout
 from framework.runs.metrics_file import best_of_monitor
 from framework.runs.provenance import Provenance
@@ -26,6 +27,11 @@ class LoadedModel(NamedTuple):
     module: nn.Module
     path: Path
     step: int | None  # None: the file does not contain it
+
+    def facts(self, build: Builder) -> dict[str, str]:
+        """Return what the metadata of a file from this model says about its origin."""
+        digest = digest_of(recall(build.directory.path))
+        return {"run_id": build.config.run.id, "config_hash": digest, "step": str(self.step)}
 
 
 def load_run(build: Builder) -> LoadedModel:

@@ -155,24 +155,26 @@ def _read_origin(path: Path) -> dict[str, str]:
     return {printable(name): printable(text) for name, text in facts.items()}
 
 
+def _plain_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files in a folder, sorted by name, without links. Nothing, if the folder is a link."""
+    is_plain = folder.is_dir() and not folder.is_symlink()
+    return [path for path in sorted(folder.glob(pattern)) if is_plain and path.is_file() and not path.is_symlink()]
+
+
 def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the first samples that mode=predict wrote, or {} if the folder is a link."""
+    """Return the first samples that mode=predict wrote."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() and not folder.is_symlink() else []:
-        if path.is_file() and not path.is_symlink():
-            with open(path, "rb") as file:
-                lines = list(islice(iter(partial(file.readline, _LONGEST_LINE), b""), _MOST_SAMPLES))
-            found[printable(path.stem)] = [shown for line in lines if (shown := _shown_of(line))]
+    for path in _plain_files(folder, "*.jsonl"):
+        with open(path, "rb") as file:
+            lines = list(islice(iter(partial(file.readline, _LONGEST_LINE), b""), _MOST_SAMPLES))
+        found[printable(path.stem)] = [shown for line in lines if (shown := _shown_of(line))]
     return found
 
 
 def _read_pictures(folder: Path) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for path in sorted(folder.glob("*.png")) if folder.is_dir() and not folder.is_symlink() else []:
-        if path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST_PICTURE:
-            content = path.read_bytes()
-            found |= {printable(path.stem): content} if content.startswith(_PNG) else {}
-    return found
+    paths = [path for path in _plain_files(folder, "*.png") if path.stat().st_size <= _LARGEST_PICTURE]
+    found = {printable(path.stem): path.read_bytes() for path in paths}
+    return {name: content for name, content in found.items() if content.startswith(_PNG)}
 
 
 def _shown_of(line: bytes) -> dict[str, Any]:
