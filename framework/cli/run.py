@@ -148,27 +148,28 @@ def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) ->
         if is_over(config.run) and not is_job:
             from framework.modes.data_record import require_recorded
 
-            require_recorded(builder_of(config))
-        if is_finished(config):
+            require_recorded(builder_of(draft))
+        if is_finished(config.run, targets=config.targets()):
             return put_missing(config.run, name=config.name)
         if problems := draft.change("run", with_fetched_resume):
             return print_problems(problems)
     draft.check(job_problems)
     if (config := draft.config) is None:
         return print_problems(draft.problems)
-    build = builder_of(config)
+    build = builder_of(draft)
     if problems := build_problems(build) or ([] if is_rehearsed else rehearsal_problems(build)):
         return print_problems(problems)
     show_model(build)
     return config
 
 
-def builder_of(config: RunConfig) -> "Builder":
+def builder_of(draft: Draft) -> "Builder":
     """Return the builder of a valid configuration. This imports torch, which a finished job of a sweep does not need."""
     from framework.build.training import Builder
     from framework.distributed.world import World
 
-    return Builder(config, world=World.alone())
+    assert draft.config is not None
+    return Builder(draft.config, world=World.alone())
 
 
 def build_problems(build: "Builder") -> list[Problem]:

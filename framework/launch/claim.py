@@ -51,11 +51,11 @@ def is_over(run: RunSection) -> bool:
     return RunDirectory(Path(run.dir)).is_finished and run.resume != "never"
 
 
-def is_finished(config: RunConfig) -> bool:
+def is_finished(run: RunSection, *, targets: list[str]) -> bool:
     """Return whether nothing is left to do. If so, print the result, and accept the code."""
-    run, directory = config.run, RunDirectory(Path(config.run.dir))
     if not is_over(run):
         return False
+    directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
     if all(row["step"] != summary.get("step") for row in iterate_rows(directory.metrics)):
         LOGGER.warning("%s has lost its last rows", directory.metrics)
@@ -63,14 +63,14 @@ def is_finished(config: RunConfig) -> bool:
     say(result(directory, root=run.root))
     if run.resume not in ("auto", "must"):
         LOGGER.info("run.resume=%s is not used", run.resume)
-    accept_code(config)
+    accept_code(run, targets=targets)
     return True
 
 
-def accept_code(config: RunConfig) -> None:
+def accept_code(run: RunSection, *, targets: list[str]) -> None:
     """Record, with `run.code=accept`, the code's changes since a finished run started. Then nobody must accept them again."""
-    provenance, targets = Provenance(Path(config.run.dir)), config.targets()
-    if config.run.code == "accept" and provenance.changes(targets):
+    provenance = Provenance(Path(run.dir))
+    if run.code == "accept" and provenance.changes(targets):
         provenance.add_start(targets)
 
 
@@ -102,7 +102,7 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] = 
         is_submission = config.launch.kind == "slurm" and party is None
         if mirror is not None and config.run.resume == "never":
             mirror.move_aside()
-        held = None if mirror is None or is_submission else _hold(mirror, config)
+        held = None if mirror is None or is_submission else _hold(mirror, config.run, targets=config.targets())
         if isinstance(held, Exit):
             return held
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
@@ -124,13 +124,13 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] = 
             lock.release()
 
 
-def _hold(mirror: Mirror, config: RunConfig) -> Mirror | Exit:
+def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Exit:
     """Take the mirror, and fetch what it has ahead of the directory. Return an exit code if nothing is left to do."""
     mirror.take()
     if mirror.bring_back():
-        if problems := code_problems(config.run, config.targets()):
+        if problems := code_problems(run, targets):
             return print_problems(problems)
-        if is_finished(config):
+        if is_finished(run, targets=targets):
             return Exit.FINISHED
     return mirror
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
@@ -32,11 +31,12 @@ from framework.launch.failures import Failure, cause, record_failure, recorded_f
 from framework.launch.scratch import common_folder, new_folder
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
-from framework.runtime.environment import Environment, node_name, variables
+from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit, RunEnded, Unfit
 from framework.runtime.forks import Idleness, begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
+from framework.runtime.numerics import share_cores
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import ElasticAgent
@@ -64,7 +64,7 @@ def work(frozen: FrozenConfig, scratch: Path | None) -> int:
 
 def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | None) -> int:
     config = thaw(frozen)
-    _share_cores(environment.local_world_size)
+    share_cores(environment.local_world_size)
     timeout_s = config.launch.timeout_s
     with ExitStack() as at_end, _watched(frozen, environment, scratch, timeout_s=timeout_s) as board:
         record_collectives(frozen.path.parent)
@@ -92,16 +92,6 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             code = end.code
         world.groups.leave()
         return code
-
-
-def _share_cores(num_processes: int) -> None:
-    """Give this process its share of the cores as threads. Log a message if this machine has more processes than cores."""
-    num_cores = len(os.sched_getaffinity(0))
-    if num_processes > 1:
-        torch.set_num_threads(max(1, num_cores // num_processes))
-    if num_processes > num_cores:
-        LOGGER.info("%d processes share %d core%s of %s: on CPUs, fewer processes are faster (launch.nproc_per_node)",
-                    num_processes, num_cores, "s" * (num_cores != 1), node_name())  # fmt: skip
 
 
 @contextmanager

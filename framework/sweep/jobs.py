@@ -41,7 +41,12 @@ class Job:
 
     @property
     def build(self) -> "Builder":
-        return builder_of(self.config)
+        return builder_of(self.draft)
+
+    @property
+    def draft(self) -> Draft:
+        """The configuration as a draft without problems."""
+        return Draft(dict(self.config), [])
 
     @property
     def is_done(self) -> bool:
@@ -58,11 +63,11 @@ class Job:
 
     def run(self) -> int:
         """Run the job to its end, in this process. Return its exit code."""
-        return start(self.line, checked=Draft(dict(self.config), []), is_rehearsed=self.is_rehearsed)
+        return start(self.line, checked=self.draft, is_rehearsed=self.is_rehearsed)
 
     def skip(self) -> None:
         """Treat a finished job as a job that has run, after its mirror got what was missing."""
-        accept_code(self.config)
+        accept_code(self.config.run, targets=self.config.targets())
         self.code = put_missing(self.config.run, name=self.config.name)
         LOGGER.info("finished already: %s, in %s", self, self.directory.path)
 
@@ -104,7 +109,7 @@ def problems_of(jobs: list[Job], *, rehearsed: set[str]) -> list[Problem]:
     rehearsed.update(subjects)
     is_submitted = not found and left[0].config.launch.kind == "slurm"
     for alike in alike_jobs(left) if is_submitted else []:
-        draft = Draft(dict(alike[0].config), [])
+        draft = alike[0].draft
         draft.check(job_problems)
         found += draft.problems
     return list(dict.fromkeys(found))
