@@ -230,7 +230,10 @@ def _state_line(directory: RunDirectory) -> str:
 
 def command_of(start: Start) -> str:
     """Return the command of a start as a user would type it: without the paths of the interpreter and of `steadfast`."""
-    words = shlex.split(start.command)
+    try:
+        words = shlex.split(start.command)
+    except ValueError:  # a secret with a quote was removed from it
+        return start.command
     is_installed = [os.path.basename(word) for word in words[1:2]] == ["steadfast"]
     words = ["steadfast", *words[2:]] if is_installed else [os.path.basename(word) for word in words[:1]] + words[1:]
     return "".join(f"{name}={shlex.quote(value)} " for name, value in start.environment.items()) + shlex.join(words)
