@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
@@ -141,6 +141,7 @@ def _is_a_runs(name: str) -> bool:
 
 
 class _Rows(TypedDict):  # of metrics_file.Mark
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # as pydantic documents it
     num_rows: int
     num_bytes: int
     crc32: int
