@@ -142,7 +142,7 @@ def test_a_folder_that_a_variable_selected_is_part_of_the_command(
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "train.py", *option, "seed=1"])
     record = Provenance(tmp_path)
     record.add_start([])
-    assert command_of(record.read()["starts"][0]) == f"{prefix}python train.py {' '.join([*option, 'seed=1'])}"
+    assert command_of(record.read().starts[0]) == f"{prefix}python train.py {' '.join([*option, 'seed=1'])}"
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_recorded_difference_restores_every_byte(repository: Path) -> None:
         (repository / name).write_bytes(content)
     recorded = git_state(repository / "below")
     assert recorded is not None
-    patch = recorded["diff"].encode(errors="surrogateescape")
+    patch = recorded.diff.encode(errors="surrogateescape")
     subprocess.run(["git", "checkout", "-q", "."], cwd=repository, check=True)
     subprocess.run(["git", "apply"], input=patch, cwd=repository, check=True)
     assert {name: (repository / name).read_bytes() for name in changes} == changes
@@ -181,7 +181,7 @@ def test_differences_that_a_record_cannot_hold_are_said_to_be_incomplete(
     monkeypatch.setenv("SOME_TOKEN", "hunter2-hunter2")
     (repository / "latin.py").write_text(text)
     recorded = git_state(repository)
-    assert recorded is not None and reason in recorded["incomplete"] and "hunter2" not in recorded["diff"]
+    assert recorded is not None and reason in recorded.incomplete and "hunter2" not in recorded.diff
 
 
 def test_a_model_of_a_project_that_is_not_on_the_path_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import yaml
 
+from extras.loggers.mlflow import MLflow
+from extras.loggers.tensorboard import TensorBoard
+from extras.loggers.wandb import Wandb
 from framework.data.synthetic import Synthetic
 from framework.loggers import background
-from framework.loggers.mlflow import MLflow
 from framework.loggers.sink import RunInfo
-from framework.loggers.tensorboard import TensorBoard
-from framework.loggers.wandb import Wandb
 from framework.runs.metrics_file import MACHINE
 from framework.training.loop import Trainer
 from tests.harness import Ended, after_each, assert_same_bits, before_each, command, files_below, finished, once, wait_for

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from extras.loggers.tensorboard import TensorBoard
 from framework.config.folders import groups, option_node, options
 from framework.data.synthetic import Synthetic
-from framework.loggers.tensorboard import TensorBoard
 from framework.runtime.secrets import HIDDEN, is_secret_key, redact, secrets_in
 from tests.harness import Ended, before_each, command, refused
 

@@ -18,10 +18,12 @@ from framework.launch.claim import print_problems
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
 from framework.runs.facts import result
-from framework.runs.lineage import Ancestor, lineage
+from framework.runs.lineage import Ancestor, fate_of, lineage
 from framework.runs.metrics_file import last_rows
-from framework.runs.report import find_runs, number, printable
+from framework.runs.provenance import Provenance, Start
+from framework.runs.report import find_runs, printable
 from framework.runs.settings import execution_of, settings_of
+from framework.runs.status import last_step
 from framework.runtime.exits import Exit
 from framework.runtime.files import checksum
 from framework.runtime.problem import Problem
@@ -62,10 +64,9 @@ def find(text: str, root: Path | None) -> Path | str:
 
 
 def _show(path: Path) -> list[str]:
-    directory, start = RunDirectory(path), compare.latest_start(path)
+    directory, start = RunDirectory(path), Provenance(path).latest
     summary = directory.read_summary()
-    steps = [number(summary.get("step")), *(row["step"] for row in last_rows(directory.metrics))]  # the summary may be older
-    step = max(steps, key=lambda step: (step == step, step))
+    step = last_step(summary, last_rows(directory.metrics))
     total = f" of {summary['total_steps']}" if "total_steps" in summary else ""
     known = [("directory", str(path.resolve())), ("step", f"{step:.0f}{total}")]
     lines = [f"{_label_of(path)}: {_state_line(directory)}", *_aligned([*known, *result(directory, root=str(path.parent))])]
@@ -78,23 +79,25 @@ def _show(path: Path) -> list[str]:
 def _settings(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return the keys of a run's configuration with values that are not the defaults: of the computation, of the execution."""
     try:
-        own, checked = settings_of(recall(path)), checked_line([]).config
+        own, checked = recall(path), checked_line([]).config
         defaults = settings_of(compose_line([]).config if checked is None else checked.plain())
     except ValueError as error:
         return [("?", str(error))], []
-    execution = execution_of(own)
-    hidden = ("run.id", "run.dir", "run.root")
-    pairs = [(key, value) for key, value in own.items() if value != defaults.get(key, "null") and key not in hidden]
+    execution, hidden = execution_of(own), ("run.id", "run.dir", "run.root")
+    values = settings_of(own).items()
+    pairs = [(key, value) for key, value in values if value != defaults.get(key, "null") and key not in hidden]
     computed = [(key, value) for key, value in pairs if not is_below(key, execution)]
     return computed, [pair for pair in pairs if pair not in computed]
 
 
-def _execution(summary: dict[str, Any], start: dict[str, Any]) -> list[tuple[str, str]]:
-    workers = [worker for worker in _items_of(start.get("workers")) if isinstance(worker, dict)][-1:]
+def _execution(summary: dict[str, Any], start: Start | None) -> list[tuple[str, str]]:
     strategy, size = (summary.get(name) for name in ("parallel", "world_size"))
     found = [("strategy", f"{strategy}, {size} process{'es' * (size != 1)}")] if strategy else []
-    found += [(name, ", ".join(map(str, _items_of(worker.get(name))))) for worker in workers for name in ("hosts", "devices")]
-    return [*found, ("command", command_of(start))] if start else found
+    if start is None:
+        return found
+    for workers in start.workers[-1:]:
+        found += [("hosts", ", ".join(workers.hosts)), ("devices", ", ".join(workers.devices))]
+    return [*found, ("command", command_of(start))]
 
 
 def _files(directory: RunDirectory) -> list[tuple[str, str]]:
@@ -177,41 +180,40 @@ def _ancestor(ancestor: Ancestor) -> Iterable[str]:
     directory = RunDirectory(ancestor.run)
     yield f"{_label_of(ancestor.run)} ({directory.path}): {_state_line(directory)}"
     for parent in ancestor.parents:
-        rows = compare.rows_difference(parent.run, ancestor.run)
+        rows = compare.rows_difference(Path(parent.owner), ancestor.run)
         begins = f"; both have the same rows up to step {rows.last_same}" if rows.last_same else ""
-        fate = parent.fate
-        yield f"took {parent.key}={parent.path} from {parent.label}" + (
+        fate = fate_of(parent)
+        yield f"took {parent.key}={parent.path} from {_label_of(Path(parent.owner))}" + (
             f" ({fate}: its origin is not known)" if fate else begins
         )
     if not ancestor.starts:
         yield "there is no record of its starts (provenance.json)"
     earlier: dict[str, str] = {}
     for start in ancestor.starts:
-        typed, line = command_of(start), str(start.get("line", ""))
+        typed = command_of(start)
         facts = {
             "command": typed,
-            **({} if line in typed else {"job": line}),  # the overrides of one run of a sweep
-            "in": f"{start.get('host')}:{start.get('directory')}",
+            **({} if start.line in typed else {"job": start.line}),  # the overrides of one run of a sweep
+            "in": f"{start.host}:{start.directory}",
             "code": _code(start),
         }
         new = [f"{name} {text}" for name, text in facts.items() if earlier.get(name) != text]
-        yield f"started {str(start.get('at'))[:16].replace('T', ' ')}" + ("" if new else ", as before")
+        yield f"started {start.at[:16].replace('T', ' ')}" + ("" if new else ", as before")
         yield from (f"  {text}" for text in new)
-        yield from (f"  changed in between, and accepted: {text}" for text in _items_of(start.get("accepted")))
+        yield from (f"  changed in between, and accepted: {text}" for text in start.accepted)
         earlier = facts
     if steps := directory.read_summary().get("continued_at"):
         yield f"interrupted and continued after step {', '.join(map(str, steps))}: this changes no number"
 
 
-def _code(start: dict[str, Any]) -> str:
-    packages, git = start.get("packages"), start.get("git")
-    versions = ", ".join(f"{name} {version}" for name, version in packages.items()) if isinstance(packages, dict) else "?"
+def _code(start: Start) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in start.packages.items())
     commit = "not in a git repository"
-    if isinstance(git, dict):
-        changes = git.get("incomplete") or (git.get("diff") and "provenance.json has the changes")
-        commit = f"commit {git.get('commit')}{f' and changes ({changes})' if changes else ''}"
-        commit += f", {len(_items_of(git.get('untracked')))} files that git does not know" if git.get("untracked") else ""
-    return f"{commit}; steadfast {start.get('framework')}, python {start.get('python')}, {versions}"
+    if start.git is not None:
+        changes = start.git.incomplete or (start.git.diff and "provenance.json has the changes")
+        commit = f"commit {start.git.commit}{f' and changes ({changes})' if changes else ''}"
+        commit += f", {len(start.git.untracked)} files that git does not know" if start.git.untracked else ""
+    return f"{commit}; steadfast {start.framework}, python {start.python}, {versions}"
 
 
 # --- lines about a run
@@ -226,25 +228,19 @@ def _state_line(directory: RunDirectory) -> str:
     return directory.state + (f": {' '.join(str(error).split())}" if error else "")
 
 
-def command_of(start: dict[str, Any]) -> str:
+def command_of(start: Start) -> str:
     """Return the command of a start as a user would type it: without the paths of the interpreter and of `steadfast`."""
     try:
-        words = shlex.split(str(start.get("command", "")))
-    except ValueError:
-        return str(start.get("command", ""))
+        words = shlex.split(start.command)
+    except ValueError:  # a secret with a quote was removed from it
+        return start.command
     is_installed = [os.path.basename(word) for word in words[1:2]] == ["steadfast"]
     words = ["steadfast", *words[2:]] if is_installed else [os.path.basename(word) for word in words[:1]] + words[1:]
-    variables = start.get("environment")
-    before = [f"{name}={shlex.quote(str(value))} " for name, value in variables.items()] if isinstance(variables, dict) else []
-    return "".join(before) + shlex.join(words)
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in start.environment.items()) + shlex.join(words)
 
 
 def _label_of(path: Path) -> str:
     return "/".join(path.resolve().parts[-2:])
-
-
-def _items_of(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def told_apart(texts: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from framework.config.modes import MODES, Command
 from framework.launch.claim import print_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.facts import is_brief
+from framework.runs.metrics_file import in_units
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
@@ -111,15 +112,7 @@ def _table(named: list[tuple[str, dict[str, Any]]], *, is_narrow: bool) -> "Tabl
         several = f"{row['count']} x " if row["count"] > 1 else ""
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
         parameters = f"{several}{row['parameters']:,}{frozen}"
-        flops = "" if row["flops"] is None else f"{several}{_short(row['flops'])}"
+        flops = "" if row["flops"] is None else f"{several}{in_units(row['flops'], ('', 'k', 'M', 'G', 'T', 'P'), base=1000)}"
         shape = () if is_narrow else (row["shape"],)
         table.add_row(module or "(the model)", row["kind"], *shape, parameters, flops)
     return table
-
-
-def _short(number: float) -> str:
-    for unit in ("", "k", "M", "G", "T"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}P"

@@ -19,36 +19,33 @@ _TRUST = "if you trust the file: torch.load() it, and torch.save() its state_dic
 
 def convert(arguments: list[str]) -> int:
     """Write the weights of a file of torch.save, and print what is left out. Return the exit code."""
-    out = Path(arguments[1]) if len(arguments) > 1 else Path(arguments[0] if arguments else "none").with_suffix(".safetensors")
     if not 1 <= len(arguments) <= 2 or any(argument.startswith("-") for argument in arguments):
-        what, code = _USAGE, Exit.CONFIGURATION
-    elif out.suffix != ".safetensors" or out.exists():
-        what = f"{out} {'exists already' if out.exists() else 'does not end with .safetensors'} (another OUT)"
-        code = Exit.CONFIGURATION
-    else:
-        what, code = _convert(Path(arguments[0]), out)
-    print(f"convert: {what}" if code else what, file=sys.stderr if code else sys.stdout)
-    return code
-
-
-def _convert(path: Path, out: Path) -> tuple[str, Exit]:
+        return _refused(_USAGE)
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    path = Path(arguments[0])
+    out = Path(arguments[1]) if len(arguments) > 1 else path.with_suffix(".safetensors")
+    if out.suffix != ".safetensors" or out.exists():
+        return _refused(f"{out} {'exists already' if out.exists() else 'does not end with .safetensors'} (another OUT)")
     try:
         require_file(path.resolve())
         weights, where, lines = _weights(_loaded(path))
-    except Invalid as error:
-        return f"{path}: {error}", Exit.CONFIGURATION
-    except OSError as error:
-        return f"{path}: cannot be read ({error.strerror})", Exit.CONFIGURATION
+    except (Invalid, OSError) as error:
+        return _refused(f"{path}: {f'cannot be read ({error.strerror})' if isinstance(error, OSError) else error}")
     try:
         with replacing(out) as beside:
             save_file(weights, beside, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
-        return f"{out} cannot be written ({error})", Exit.DISK
+        return _refused(f"{out} cannot be written ({error})", code=Exit.DISK)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    return "\n".join([f"{out}: {len(weights)} tensors, {num_bytes:,} bytes{where}", *lines]), Exit.FINISHED
+    print(f"{out}: {len(weights)} tensors, {num_bytes:,} bytes{where}", *lines, sep="\n")
+    return Exit.FINISHED
+
+
+def _refused(what: str, *, code: Exit = Exit.CONFIGURATION) -> Exit:
+    print(f"convert: {what}", file=sys.stderr)
+    return code
 
 
 def _loaded(path: Path) -> Any:
@@ -109,15 +106,13 @@ def _renamed(weights: "dict[str, Tensor]") -> "tuple[dict[str, Tensor], list[str
     DistributedDataParallel wraps the whole model. torch.compile may wrap only some of its blocks.
     """
     lines = []
-    while True:
-        if any("_orig_mod" in name.split(".") for name in weights):
-            weights = {re.sub(r"(^|\.)_orig_mod\.", r"\1", name): value for name, value in weights.items()}
-            lines.append("'_orig_mod.', which torch.compile adds, is removed from the names")
-        elif all(name.startswith("module.") for name in weights):
-            weights = {name.removeprefix("module."): value for name, value in weights.items()}
-            lines.append("'module.', which DistributedDataParallel adds, is removed from the names")
-        else:
-            return weights, lines
+    if any("_orig_mod" in name.split(".") for name in weights):
+        weights = {re.sub(r"(^|\.)_orig_mod(?=\.)", "", name).removeprefix("."): value for name, value in weights.items()}
+        lines.append("'_orig_mod.', which torch.compile adds, is removed from the names")
+    while all(name.startswith("module.") for name in weights):
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+        lines.append("'module.', which DistributedDataParallel adds, is removed from the names")
+    return weights, lines
 
 
 def _kind(value: Any) -> str:

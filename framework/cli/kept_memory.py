@@ -1,6 +1,5 @@
 """The bytes that a rank keeps between steps: `mode=check` builds rank 0 of the strategy really, in a world without others."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.turns import InTurns
 from framework.optim.update import AveragedWeights
 from framework.preflight.child import Found, in_child
+from framework.runs.metrics_file import in_units
 from framework.runtime.torch_internals import register_fake_backend
 
 _COPIES = 5  # of the parameters, while a rank is built: two, the gradients, and two of the optimizer
@@ -44,8 +44,7 @@ def kept_memory(build: Builder, *, rank: int = 0) -> dict[str, int]:
 
 
 def in_gib(num_bytes: int) -> str:
-    power = min(3, int(math.log(max(num_bytes, 1), 1024)))
-    return f"{num_bytes / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
+    return in_units(num_bytes, (" bytes", " KiB", " MiB", " GiB"), base=1024)
 
 
 def _kept(build: Builder, rank: int) -> Found:

@@ -37,7 +37,7 @@ def over_root(line: list[str], composed: Composed, mode: Mode) -> int:
 def print_plan(command: Command) -> Exit:
     """Print the state of one run."""
     values = dict(override.partition("=")[::2] for override in command.line)
-    row = TableRow.read(command.config.run, command.config.checkpoint.monitor, values)
+    row = TableRow.read(command.config.run, values)
     print(listing([row]), end="")
     return Exit.FINISHED
 

@@ -13,7 +13,7 @@ from framework.config.draft import Draft
 from framework.config.modes import MODES, Command, folder_of
 from framework.config.schema import RunConfig
 from framework.config.targets import locate
-from framework.launch.claim import ClaimedRun, accept_code, claim, is_finished, is_over, print_problems
+from framework.launch.claim import ClaimedRun, claim, is_finished, is_over, print_problems
 from framework.launch.mirrored import put_missing
 from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
@@ -63,18 +63,17 @@ def _start(overrides: list[str], checked: Draft | None, is_rehearsed: bool) -> i
     log.start_console(rank=environment.rank)
     PREEMPTION.speaks &= environment.rank == 0  # a sweep prints for its jobs
     PREEMPTION.watch()
-    with callbacks(overrides, rank=environment.rank, is_job=checked is not None) as ended:
+    with callbacks(overrides, around="run" if checked is None else "job", rank=environment.rank) as ended:
         if environment.is_launched:
             line = overrides if is_step else None
             code = join(lambda: begin(overrides, world_size=environment.world_size), environment=environment, line=line)
         else:
-            if checked is not None and checked.config is not None:  # earlier than now: the user may have edited files since
-                checked.add(edited_problems(checked.config.targets()))
-            admitted = (
-                admit(overrides, world_size=None)
-                if checked is None
-                else _admit(checked, is_job=True, is_rehearsed=is_rehearsed)
-            )
+            if checked is None:
+                admitted = admit(overrides, world_size=None)
+            else:
+                if checked.config is not None:  # it was checked earlier than now: the user may have edited files since
+                    checked.add(edited_problems(checked.config.targets()))
+                admitted = _admit(checked, is_job=True, is_rehearsed=is_rehearsed)
             code = admitted if isinstance(admitted, int) else _run(Command(overrides, admitted))
         ended.return_value = code
     if launcher is not None and code != Exit.FAILED:  # a rank that fails must not wait for the others
@@ -127,11 +126,7 @@ def begin(overrides: list[str], *, world_size: int) -> ClaimedRun | int:
     config = admit(overrides, world_size=world_size)
     if isinstance(config, int):
         return config
-    return (
-        claim(config, line=overrides)
-        if MODES[config.mode].worker
-        else locate(MODES[config.mode].parent)(Command(overrides, config))
-    )
+    return claim(config, line=overrides) if MODES[config.mode].worker else _run(Command(overrides, config))
 
 
 def admit(overrides: list[str], *, world_size: int | None) -> RunConfig | int:
@@ -153,24 +148,22 @@ def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) ->
         if is_over(config.run) and not is_job:
             from framework.modes.data_record import require_recorded
 
-            require_recorded(_builder(draft))
-        if is_finished(config.run):
-            accept_code(config.run, config.targets())
+            require_recorded(builder_of(draft))
+        if is_finished(config.run, targets=config.targets()):
             return put_missing(config.run, name=config.name)
         if problems := draft.change("run", with_fetched_resume):
             return print_problems(problems)
-        config = draft.config
     draft.check(job_problems)
-    if draft.problems or config is None:
+    if (config := draft.config) is None:
         return print_problems(draft.problems)
-    build = _builder(draft)
+    build = builder_of(draft)
     if problems := build_problems(build) or ([] if is_rehearsed else rehearsal_problems(build)):
         return print_problems(problems)
     show_model(build)
     return config
 
 
-def _builder(draft: Draft) -> "Builder":
+def builder_of(draft: Draft) -> "Builder":
     """Return the builder of a valid configuration. This imports torch, which a finished job of a sweep does not need."""
     from framework.build.training import Builder
     from framework.distributed.world import World

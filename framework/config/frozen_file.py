@@ -70,11 +70,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def frozen_run_id(directory: Path) -> str | None:
     """Return the id of the run in this directory, or None if no configuration is frozen."""
-    return _frozen_run(directory).get("id")
-
-
-def _frozen_run(directory: Path) -> dict[str, Any]:
     try:
-        return dict(yaml.safe_load((directory / "config.yaml").read_text())["run"])
+        return dict(parse_yaml((directory / "config.yaml").read_text())["run"]).get("id")
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
-        return {}
+        return None

@@ -14,7 +14,7 @@ from framework.config.folders import CONF, defaults_in, groups, named_keys, opti
 from framework.config.schema import SEVERAL
 
 _WIDEST, _OF_TEXT = 120, 30  # in columns: the widest line; the minimum for a comment beside its key
-_WORDS = re.compile(r"""(?:"[^"]*"|\S)+""")  # the words of a command; a quoted text is not split
+_QUOTED, _NO_BREAK = re.compile(r'"[^"]*"'), "\0"  # the quoted texts of a command, which must not be split
 
 
 def help_text(overrides: list[str], *, width: int | None = None) -> str:
@@ -90,15 +90,11 @@ def _command(command: str, text: str, width: int, *, column: int) -> list[str]:
     """Return a line of the usage. The user can paste a command even if it takes several lines."""
     if text and column + len(text) < width:
         return [f"  {command:<{column - 2}} {text}"]
-    lines, line = list[str](), ""
-    for word in _WORDS.findall(command):
-        if line and len(line) + len(word) + 5 > width:  # 5: the margin, and the backslash at the end
-            lines.append(f"{line} \\")
-            line = f"  {word}"
-        else:
-            line = f"{line} {word}" if line else word
+    whole = _QUOTED.sub(lambda found: found[0].replace(" ", _NO_BREAK), command)
+    words = textwrap.wrap(whole, width - 4, break_long_words=False, break_on_hyphens=False)  # 4: the margin, and a backslash
+    lines = " \\\n  ".join(words).replace(_NO_BREAK, " ").splitlines()
     below = _wrapped(text, width, first=" " * 6, other=" " * 6) if text else []
-    return [*(f"  {part}" for part in (*lines, line)), *below]
+    return [*(f"  {line}" for line in lines), *below]
 
 
 def _wrapped(text: str, width: int, *, first: str, other: str) -> list[str]:

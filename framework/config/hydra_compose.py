@@ -119,13 +119,8 @@ def own_keys(config: Mapping[str, Any] | DictConfig) -> list[str]:
     return [str(name) for section in config if section == "extra" for name in config[section] or ()]
 
 
-def own_sections(config: Mapping[str, Any] | DictConfig) -> list[str]:
-    names = dict.fromkeys([*own_groups(), *own_keys(config)])
-    return [str(name) for name in names if name in config and name not in RunConfig.model_fields]
-
-
 def without_own_groups(plain: dict[str, Any]) -> dict[str, Any]:
-    own = own_sections(plain)
+    own = {*own_groups(), *own_keys(plain)} - RunConfig.model_fields.keys()
     return {name: value for name, value in plain.items() if name not in own}
 
 

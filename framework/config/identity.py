@@ -137,12 +137,18 @@ def is_below(key: str, sections: Iterable[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a configuration by their dotted keys. A list counts as one value."""
-    values: dict[str, Any] = {}
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by their dotted keys. A list counts as one value, and an empty section has none."""
+    return {key: value for key, value in leaves(config) if value != {}}
+
+
+def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of a configuration with their values. A list counts as one value, and so does an empty section."""
     for key, value in config.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return values
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 # --- the arguments that a target's source annotates as numbers

@@ -2,17 +2,15 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from framework.config.init_from import InitFile
-from framework.config.validation import section_problems, unknown_key, value_problems
+from framework.config.schema import keys_of
+from framework.config.section import Section
+from framework.config.validation import section_problems
 from framework.runtime.problem import Problem, shown
 
 
-class ModelParts(BaseModel):
+class ModelParts(Section):
     """`model.parts`: answers for a model that does not answer itself (framework/modules/parts.py)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     blocks: str | int | list[str] | None = None  # paths of modules or module lists, a class, or a block's size; [] = none
     experts: str | list[str] | None = None
@@ -22,15 +20,7 @@ class ModelParts(BaseModel):
 
 def parts_problems(parts: Any) -> list[Problem]:
     """Check the types of `model.parts`. (The dry build checks that its names are modules.)"""
-    if parts is None:
-        return []
-    if not isinstance(parts, dict):
-        return [Problem("model.parts", f"{shown(parts)} is not valid", "a section of blocks, chain, experts and tensor_plan")]
-    types = {name: field.annotation for name, field in ModelParts.model_fields.items()}
-    unknown = [problem for name in parts.keys() - types for problem in unknown_key(f"model.parts.{name}", parts[name],
-               known=[f"model.parts.{name}" for name in types])]  # fmt: skip
-    found = [value_problems(types[name], value, f"model.parts.{name}") for name, value in parts.items() if name in types]
-    return unknown + [problem for problems in found for problem in problems]
+    return [] if parts is None else section_problems(ModelParts, parts, "model.parts", keys_of(ModelParts, "model.parts."))
 
 
 _INIT_KEYS = "{" + ", ".join(InitFile.model_fields) + "}"
@@ -48,5 +38,5 @@ def init_problems(init_from: Any) -> list[Problem]:
         if not isinstance(entry, (str, dict)):
             problems.append(Problem(key, f"{shown(entry)} is not valid", f"text, or {_INIT_KEYS}"))
         elif isinstance(entry, dict):
-            problems += section_problems(InitFile, entry, key, [f"{key}.{name}" for name in InitFile.model_fields])
+            problems += section_problems(InitFile, entry, key, keys_of(InitFile, f"{key}."))
     return problems

@@ -17,7 +17,7 @@ from framework.preflight.check import code_problems, resume_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.facts import result, say
 from framework.runs.lineage import parents_of
-from framework.runs.metrics_file import read_rows
+from framework.runs.metrics_file import iterate_rows
 from framework.runs.mirror import Mirror, committed
 from framework.runs.provenance import Provenance
 from framework.runtime.environment import Environment
@@ -51,31 +51,30 @@ def is_over(run: RunSection) -> bool:
     return RunDirectory(Path(run.dir)).is_finished and run.resume != "never"
 
 
-def is_finished(run: RunSection) -> bool:
-    """Return whether nothing is left to do. If so, print the result."""
+def is_finished(run: RunSection, *, targets: list[str]) -> bool:
+    """Return whether nothing is left to do. If so, print the result, and accept the code."""
     if not is_over(run):
         return False
     directory = RunDirectory(Path(run.dir))
     summary = directory.read_summary()
-    rows = read_rows(directory.metrics) if directory.metrics.exists() else []
-    if all(row["step"] != summary.get("step") for row in rows):
+    if all(row["step"] != summary.get("step") for row in iterate_rows(directory.metrics)):
         LOGGER.warning("%s has lost its last rows", directory.metrics)
     LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
     say(result(directory, root=run.root))
     if run.resume not in ("auto", "must"):
         LOGGER.info("run.resume=%s is not used", run.resume)
+    accept_code(run, targets=targets)
     return True
 
 
-def accept_code(run: RunSection, targets: list[str]) -> None:
+def accept_code(run: RunSection, *, targets: list[str]) -> None:
     """Record, with `run.code=accept`, the code's changes since a finished run started. Then nobody must accept them again."""
-    if run.code == "accept":
-        provenance = Provenance(Path(run.dir))
-        if provenance.changes(targets):
-            provenance.add_start(targets)
+    provenance = Provenance(Path(run.dir))
+    if run.code == "accept" and provenance.changes(targets):
+        provenance.add_start(targets)
 
 
-def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | None = None) -> ClaimedRun | Exit:
+def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] = ()) -> ClaimedRun | Exit:
     """Take the run's directory and its mirror, update the directory from the mirror, and freeze the configuration.
 
     `line`: the overrides of the run's own command, for its record. Return an exit code if another party holds the run (see
@@ -87,7 +86,7 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | 
     folder = folder_of(config.run, config.mode)
     if is_beside:
         PREEMPTION.says = "stopping"  # these modes have no steps
-    lock = Lock(folder, party=party)
+    lock, is_claimed = Lock(folder, party=party), False
     try:
         mirror = None if is_beside else mirror_of(config.run, name=config.name)
         has_none = mirror is not None and not committed(
@@ -105,24 +104,24 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] | 
             mirror.move_aside()
         held = None if mirror is None or is_submission else _hold(mirror, config.run, targets=config.targets())
         if isinstance(held, Exit):
-            lock.release()
             return held
         frozen = freeze(config.plain(), folder, name="frozen.yaml" if is_beside else "config.yaml")
         if not is_beside:
-            taken = [parent.record() for parent in parents_of(config.plain(), folder=Path.cwd(), run=directory.path)]
+            taken = parents_of(config.plain(), folder=Path.cwd(), run=directory.path)
             Provenance(directory.path).add_start(config.targets(), line=line, taken=taken)
+        is_claimed = True
         return ClaimedRun(config, replace(frozen, token=lock.token), lock, held)
     except RunEnded as end:
-        lock.release()
         LOGGER.error("%s", end)
         return end.code
     except StoreFailed as failure:
-        lock.release()
         return print_problems([refused(failure)])
     except OSError as error:
-        lock.release()
         LOGGER.error("the run's directory cannot be written: %s", error)
         return Exit.DISK
+    finally:
+        if not is_claimed:
+            lock.release()
 
 
 def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Exit:
@@ -131,8 +130,7 @@ def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Ex
     if mirror.bring_back():
         if problems := code_problems(run, targets):
             return print_problems(problems)
-        if is_finished(run):
-            accept_code(run, targets)
+        if is_finished(run, targets=targets):
             return Exit.FINISHED
     return mirror
 

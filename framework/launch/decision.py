@@ -1,5 +1,6 @@
 """What rank 0 decides for all processes of a launcher: the frozen configuration with which they start, or an exit code."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,8 +52,10 @@ def publish(decision: FrozenConfig | int, *, environment: Environment) -> None:
     from framework.distributed.groups import poll
 
     store = store_of(environment)
-    store.set("decision", _as_text(decision))
-    if not isinstance(decision, FrozenConfig):
+    if isinstance(decision, FrozenConfig):
+        store.set("decision", json.dumps([str(decision.path.absolute()), decision.digest, decision.token]))
+    else:
+        store.set("decision", json.dumps(int(decision)))
         with suppress(Interrupted):
             poll(lambda: store.add("readers", 0) >= environment.world_size - 1, timeout=_TO_READ)
 
@@ -62,18 +65,6 @@ def received(*, environment: Environment) -> FrozenConfig | int:
     from framework.distributed.groups import awaited
 
     store = store_of(environment)
-    text = awaited(store, "decision", timeout=PATIENCE, sign="signs").decode()
+    decision = json.loads(awaited(store, "decision", timeout=PATIENCE, sign="signs"))
     store.add("readers", 1)
-    return _from_text(text)
-
-
-def _as_text(decision: FrozenConfig | int) -> str:
-    """Return a decision as text: `DIGEST TOKEN PATH`, or an exit code."""
-    if isinstance(decision, FrozenConfig):
-        return f"{decision.digest} {decision.token} {decision.path.absolute()}"
-    return str(int(decision))
-
-
-def _from_text(text: str) -> FrozenConfig | int:
-    first, *rest = text.split(" ", 2)
-    return FrozenConfig(Path(rest[1]), digest=first, token=rest[0]) if rest else int(first)
+    return decision if isinstance(decision, int) else FrozenConfig(Path(decision[0]), *decision[1:])

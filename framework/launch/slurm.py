@@ -5,7 +5,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,7 +201,7 @@ def _not_code(folder: str, names: list[str]) -> list[str]:
 def take_node(path: str, digest: str) -> int:
     """Be one node of the job, as the job's task, with the configuration frozen at `path`. Return the exit code."""
     from framework.launch.elastic.agent import take_part  # imports torch, which a submission does not need
-    from framework.launch.elastic.meeting import StoreLost, meeting_folder
+    from framework.launch.elastic.meeting import StoreLost, comes_true, meeting_folder
 
     task = SlurmTask.read()
     log.start_console(rank=task.node)
@@ -214,7 +213,8 @@ def take_node(path: str, digest: str) -> int:
         code = take_part(config, attempt=[task.job_id, task.restarts], is_first=task.node == 0)
     except StoreLost as lost:
         LOGGER.error("%s", lost)
-        if _has_ended(Lock(meeting_folder(directory.path))):
+        first = Lock(meeting_folder(directory.path))  # of the first node: if it is held for seconds, this node cannot reach it
+        if comes_true(lambda: not first.is_held, within_s=8.0):
             _conclude(task, directory, may_requeue=slurm_section(config.launch).requeue, is_lost=True)
         return lost.code
     if code == Exit.FINISHED and task.node == 0 and directory.read_summary().get("status") == "queued":
@@ -222,19 +222,6 @@ def take_node(path: str, digest: str) -> int:
     if code == Exit.PREEMPTED and task.node == 0:
         _conclude(task, directory, may_requeue=slurm_section(config.launch).requeue)
     return code
-
-
-def _has_ended(lock: Lock) -> bool:
-    """Return whether the first node has ended. If it still holds its lock after some seconds, this node cannot reach it."""
-    began = time.monotonic()
-    while lock.is_held:
-        if time.monotonic() - began > _TO_SHOW_S:
-            return False
-        time.sleep(0.25)
-    return True
-
-
-_TO_SHOW_S = 8.0
 
 
 def _conclude(task: SlurmTask, directory: RunDirectory, *, may_requeue: bool, is_lost: bool = False) -> None:

@@ -28,7 +28,7 @@ def join(begin: Callable[[], ClaimedRun | int], *, environment: Environment, lin
         # NCCL finds its networks by itself, and may use several networks
         network.use(network.towards(environment.master_addr), libraries=("GLOO_SOCKET_IFNAME",))
     is_one = line is None or _have_one_line(line, environment=environment)
-    begun, taken = agree(lambda: _begun(begin) if is_one else print_problems([_SEVERAL]), environment=environment)
+    begun, taken = agree(begin if is_one else lambda: print_problems([_SEVERAL]), environment=environment)
     if not isinstance(taken, FrozenConfig):
         return taken
     try:
@@ -46,9 +46,12 @@ def agree(begin: Callable[[], ClaimedRun | int], *, environment: Environment) ->
     if environment.rank != 0:
         return None, received(environment=environment)
     with rank_0_works(environment):
-        begun = begin()
-    run = begun if isinstance(begun, ClaimedRun) else None
-    taken = begun.frozen if isinstance(begun, ClaimedRun) else begun
+        try:
+            begun = begin()
+        except Interrupted as end:  # the other ranks must end, too
+            LOGGER.error("%s", end)
+            begun = end.code
+    run, taken = (begun, begun.frozen) if isinstance(begun, ClaimedRun) else (None, begun)
     publish(taken, environment=environment)
     return run, taken
 
@@ -59,14 +62,6 @@ def carry_out(frozen: FrozenConfig, *, begun: ClaimedRun | None, scratch: Path |
 
     with nullcontext(int) if begun is None else begun.mirrored() as settle:
         return settle(work(frozen, scratch))
-
-
-def _begun(begin: Callable[[], ClaimedRun | int]) -> ClaimedRun | int:
-    try:
-        return begin()
-    except Interrupted as end:  # the other ranks must end, too
-        LOGGER.error("%s", end)
-        return end.code
 
 
 _SEVERAL = Problem("srun", "its tasks have different commands, but are the processes of one run",

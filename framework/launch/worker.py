@@ -27,7 +27,6 @@ from framework.distributed.hang.alone import watched_alone
 from framework.distributed.hang.board import Board, OwnBoard
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
-from framework.launch.cores import share_cores
 from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
 from framework.launch.scratch import common_folder, new_folder
 from framework.runs.directory import RunDirectory
@@ -37,6 +36,7 @@ from framework.runtime.exits import Exit, RunEnded, Unfit
 from framework.runtime.forks import Idleness, begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
+from framework.runtime.numerics import share_cores
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import ElasticAgent

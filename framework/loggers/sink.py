@@ -1,6 +1,6 @@
 """The interface of loggers: a sink receives a run's rows. Only rank 0 has sinks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ class RunInfo:
     monitor: str = "val/loss"  # SPLIT/METRIC: the value of checkpoint.monitor
     direction: str = "min"  # min or max: which direction of the monitor is better
     best: float | None = None  # the monitor's best value before `step`
+    commit: str | None = None  # of the folder of the start, if it is in a repository
+    code: dict[str, str] = field(default_factory=dict)  # the files of the user's modules that the run reaches, by module
 
 
 class Sink(Protocol):

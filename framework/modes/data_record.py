@@ -1,6 +1,6 @@
 """The data of a run: the fingerprints of its splits, which each start compares with those in the run's checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from framework.build.training import Builder
@@ -47,20 +47,18 @@ class DataRecord:
 
     def _compare(self, split: str) -> None:
         before, now, accepted = self._before.get(split), self.splits.fingerprints[split], list[str]()
-        if before is not None and (lines := changes(before, now, but_for_rounding=True)):
-            if self.run.data != "accept":
-                raise _others(split, lines)
-            accepted = lines
-        elif before is not None and self.world.rank == 0 and (lines := changes(before, now, but_for_rounding=False)):
-            what = "another machine has rounded them, or a few numbers have changed"
-            LOGGER.warning("the data of %s are not quite those of the checkpoint: %s: %s", split, "; ".join(lines), what)
+        if before is not None:
+            accepted = _accepted(self.run, split, before, now)
+            if not accepted and self.world.rank == 0 and (lines := changes(before, now, but_for_rounding=False)):
+                what = "another machine has rounded them, or a few numbers have changed"
+                LOGGER.warning("the data of %s are not quite those of the checkpoint: %s: %s", split, "; ".join(lines), what)
         if self.world.rank == 0:
             self.provenance.add_data(split, now, accepted=accepted)
 
 
 def require_recorded(build: Builder) -> None:
     """Compare the data with the record of a finished run. Unfit if they are others; data that are gone are no others."""
-    run, provenance, splits = build.config.run, Provenance(build.directory.path), build.splits()
+    provenance, splits = Provenance(build.directory.path), build.splits()
     for split in SPLITS:
         if not (before := provenance.data(split)):
             continue
@@ -69,11 +67,13 @@ def require_recorded(build: Builder) -> None:
         except Exception as error:  # of the user's code or files
             LOGGER.warning("the data cannot be compared with those of the finished run: %s", headline(error))
             return
-        if lines := changes(before, now, but_for_rounding=True):
-            if run.data != "accept":
-                raise _others(split, lines)
-            provenance.add_data(split, now, accepted=lines)
+        if accepted := _accepted(build.config.run, split, before, now):
+            provenance.add_data(split, now, accepted=accepted)
 
 
-def _others(split: str, lines: Sequence[str]) -> Unfit:
-    return Unfit(f"run.data: the data are not those of the checkpoint: {split}: {'; '.join(lines)} ({_WAYS})")
+def _accepted(run: RunSection, split: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the changes of a split, which the user accepts. Unfit if the user does not."""
+    lines = changes(before, now, but_for_rounding=True)
+    if lines and run.data != "accept":
+        raise Unfit(f"run.data: the data are not those of the checkpoint: {split}: {'; '.join(lines)} ({_WAYS})")
+    return lines

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import state_of
-from framework.config.frozen_file import digest_of, recall
 from framework.data.loader import as_tensors
 from framework.data.source import Dataset, Source
 from framework.modes.load_run import LoadedModel, load_run
@@ -31,6 +30,7 @@ _NUM_SAMPLES = 8
 _TOLERANCES = {torch.float64: 1e-10}  # relative to the largest output
 _TOLERANCE = 1e-4
 
+Made = TypeVar("Made")
 Program: TypeAlias = Callable[[Tree], list[Tensor]]  # an exported program: it returns the outputs for inputs
 
 
@@ -89,11 +89,11 @@ def _write_folder(path: Path, module: nn.Module, samples: Tree) -> str:
     """Write the folder that the model's library reads, after the loaded model has been compared."""
     with replacing_directory(path) as beside:
 
-        def write() -> Program:
+        def write() -> tuple[None, Program]:
             again = write_pretrained(module, beside)
-            return lambda inputs: _tensors(call(again, inputs))
+            return None, lambda inputs: _tensors(call(again, inputs))
 
-        remark = _compared("huggingface", write, module, samples)
+        _, remark = _compared("huggingface", write, module, samples)
         names = sorted(file.name for file in beside.iterdir())
     flush_directory(path.parent)
     return f"{', '.join(names)}{remark}"
@@ -111,21 +111,15 @@ def _made(name: str, model: LoadedModel, *, samples: Tree, build: Builder) -> tu
     """Return the file's content, and a text about its outputs. Unfit if the model cannot be exported exactly."""
     if name == "safetensors":
         return _safetensors(model, build), ""
-    content = b""
-
-    def make() -> Program:
-        nonlocal content
-        content, run = {"pt2": _pt2, "onnx": _onnx}[name](model.module, samples)
-        return run
-
-    remark = _compared(name, make, model.module, samples)
-    return content, remark
+    make = {"pt2": _pt2, "onnx": _onnx}[name]
+    return _compared(name, partial(make, model.module, samples), model.module, samples)
 
 
-def _compared(name: str, make: Callable[[], Program], module: nn.Module, samples: Tree) -> str:
-    """Return a text about how equal the outputs of the export are. Unfit if the export fails, or the outputs are not equal."""
+def _compared(name: str, make: Callable[[], tuple[Made, Program]], module: nn.Module, samples: Tree) -> tuple[Made, str]:
+    """Return what is exported, and a text about how equal its outputs are. Unfit if it fails, or they are not equal."""
     try:
-        difference, allowed = _compare(make(), module, samples)
+        content, run = make()
+        difference, allowed = _compare(run, module, samples)
     except OSError:
         raise
     except Exception as error:  # tracing a user's model can raise any error
@@ -135,13 +129,12 @@ def _compared(name: str, make: Callable[[], Program], module: nn.Module, samples
     if not difference <= allowed:  # also if the difference is not a number
         raise Unfit(f"export.formats: {name}: the outputs differ from the model's by {difference:.2g}, which is more "
                     f"than {allowed:.2g}; nothing is written")  # fmt: skip
-    return f", outputs within {difference:.2g} of the model's"
+    return content, f", outputs within {difference:.2g} of the model's"
 
 
 def _safetensors(model: LoadedModel, build: Builder) -> bytes:
-    facts = {"run_id": build.config.run.id, "config_hash": digest_of(recall(build.directory.path)), "step": str(model.step)}
     weights = {name: value.clone() for name, value in state_of(model.module).items()}  # tied weights must not share memory
-    return save(weights, metadata={"format": "pt"} | facts)
+    return save(weights, metadata={"format": "pt"} | model.facts(build))
 
 
 def _pt2(module: nn.Module, samples: Tree) -> tuple[bytes, Program]:

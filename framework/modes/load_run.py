@@ -12,7 +12,9 @@ from framework.checkpoint.manifest import read_state, step_of
 from framework.checkpoint.plain_state import set_extra_state
 from framework.checkpoint.state import stored_plain_state
 from framework.checkpoint.weights import load_file
+from framework.config.frozen_file import digest_of, recall
 from framework.modules.structure import switch_off_dropout
+from framework.runs.metrics_file import best_of_monitor
 from framework.runs.provenance import Provenance
 from framework.runtime.exits import NoValidCheckpoint
 from framework.runtime.log import LOGGER
@@ -25,6 +27,11 @@ class LoadedModel(NamedTuple):
     module: nn.Module
     path: Path
     step: int | None  # None: the file does not contain it
+
+    def facts(self, build: Builder) -> dict[str, str]:
+        """Return what the metadata of a file from this model says about its origin."""
+        digest = digest_of(recall(build.directory.path))
+        return {"run_id": build.config.run.id, "config_hash": digest, "step": str(self.step)}
 
 
 def load_run(build: Builder) -> LoadedModel:
@@ -56,8 +63,7 @@ def _verified(path: Path | None, build: Builder) -> Path:
         path, monitor = store.best(), build.config.checkpoint.monitor
         if path is None:
             raise NoValidCheckpoint(f"{store.directory} has no checkpoint of an evaluated step")
-        rows = build.directory.read_summary().get("metrics", {}).get(monitor.partition("/")[0], {})
-        step = rows.get("best", {}).get("step")
+        _, step = best_of_monitor(build.directory.read_summary())
         if build.world.rank == 0 and step != step_of(path):
             LOGGER.warning("the best %s was at step %s, but its checkpoint was deleted (checkpoint.keep_best keeps it): this "
                            "is the best remaining checkpoint", monitor, step)  # fmt: skip

@@ -11,6 +11,7 @@ from framework.config.period import Period
 from framework.loggers.sink import RunInfo
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.facts import say
+from framework.runs.provenance import Provenance
 from framework.runtime.log import LOGGER
 from framework.training.loop import Trainer
 from framework.training.stored_samples import stored_samples
@@ -20,6 +21,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
     """Start or continue the record, and print what runs. Collective; rank 0 needs all ranks' `places` (host and device)."""
     config, directory, world = build.config, build.directory, build.world
     shown = trainer.splits.loader("train") if world.rank == 0 and config.logger else None
+    provenance = Provenance(directory.path)
     info = RunInfo(
         directory=directory.path,
         run_id=config.run.id,
@@ -32,6 +34,8 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
         monitor=config.checkpoint.monitor,
         direction=config.checkpoint.direction,
         best=trainer.tracker.best,
+        commit=provenance.commit,
+        code={module: str(path) for module, path in provenance.files().items()},
     )
     before = directory.read_summary().get("began")
     if isinstance(before, (int, float)):  # the run was killed before its first checkpoint

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import gathered
-from framework.config.frozen_file import digest_of, recall
 from framework.data.source import Source
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Task
 from framework.modes.evaluate import until_signal
-from framework.modes.load_run import LoadedModel, load_run
+from framework.modes.load_run import load_run
 from framework.modules.structure import in_eval_mode
 from framework.runtime.exits import Exit, Unfit
 from framework.runtime.files import make_directory
@@ -35,7 +34,7 @@ def predict(build: Builder) -> Exit:
     names, source = _samples(build)
     loader = predicting.loader(source, wanted.split, dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     path = directory / ("files" if wanted.files is not None else wanted.split)
-    file = PredictionsFile(path, num_samples=len(source), names=names, facts=_facts(build, model)) if world.rank == 0 else None
+    file = PredictionsFile(path, num_samples=len(source), names=names, facts=model.facts(build)) if world.rank == 0 else None
     try:
         world.at("prediction", step=model.step or 0)
         world.agreement.all_or_fail(lambda: make_directory(directory), what=f"{directory} not made")
@@ -70,10 +69,6 @@ def _samples(build: Builder) -> tuple[list[str], Source]:
     if len(build.world.agreement.distinct(names)) > 1:
         raise Unfit("predict.files: the folder changes while it is listed")
     return names, source
-
-
-def _facts(build: Builder, model: LoadedModel) -> dict[str, str]:
-    return {"run_id": build.config.run.id, "config_hash": digest_of(recall(build.directory.path)), "step": str(model.step)}
 
 
 def _write(recording: "Recording", file: PredictionsFile | None, world: World) -> None:

@@ -183,7 +183,7 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
     # the other run tracked by its own settings, and its clock and its end do not count here
     step = found[1]["progress"]["step"]
     tracker = build.tracker()
-    for row in map(numbers_of, iterate_rows(rows, until=step)) if world.rank == 0 and rows.exists() else []:
+    for row in map(numbers_of, iterate_rows(rows, until=step)) if world.rank == 0 else ():
         for part in (tracker, tracker.patience) if row["split"] != "test" else ():
             with suppress(Unfit, TypeError):  # not measured there, or null
                 part.note(row)

@@ -11,7 +11,7 @@ from framework.config.frozen_file import recall
 from framework.config.identity import is_below
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE, Row, iterate_rows
-from framework.runs.provenance import Provenance
+from framework.runs.provenance import Provenance, Start
 from framework.runs.settings import execution_of, settings_of, text_of
 
 TwoValues = dict[str, tuple[str, str]]  # values of the first and the second run; empty if a run has no value
@@ -34,8 +34,8 @@ def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]
 
     Raise ValueError if one of the directories has no frozen configuration.
     """
-    ours, theirs = (settings_of(recall(path)) for path in (first, second))
-    pairs, execution = _differing(ours, theirs), execution_of(ours, theirs)
+    ours, theirs = recall(first), recall(second)
+    pairs, execution = _differing(settings_of(ours), settings_of(theirs)), execution_of(ours, theirs)
     computed = {key: pair for key, pair in pairs.items() if not is_below(key, execution)}
     places = ("run.id", "run.dir", "run.root")
     return computed, {key: pair for key, pair in pairs.items() if key not in computed and key not in places}
@@ -43,14 +43,16 @@ def config_differences(first: Path, second: Path) -> tuple[TwoValues, TwoValues]
 
 def code_differences(first: Path, second: Path) -> list[str]:
     """Return the differences in the user's code that the latest starts of the runs A and B reached, one line per file."""
-    if missing := [name for name, path in (("A", first), ("B", second)) if not latest_start(path)]:
+    ours, theirs = (Provenance(path).read().modules for path in (first, second))
+    if ours is None or theirs is None:
+        missing = [name for name, modules in (("A", ours), ("B", theirs)) if modules is None]
         return [f"not compared: {' and '.join(missing)} has no record of its starts (provenance.json)"]
-    return changed(_code_of(first), _code_of(second))
+    return changed(ours, theirs)
 
 
 def environment_differences(first: Path, second: Path) -> TwoValues:
     """Return the differences in the environments of the latest starts: commit, packages, Python, hosts and devices."""
-    return _differing(*(environment_of(latest_start(path)) for path in (first, second)))
+    return _differing(*(environment_of(Provenance(path).latest) for path in (first, second)))
 
 
 def rows_difference(first: Path, second: Path) -> RowsDifference:
@@ -102,27 +104,17 @@ def weights_difference(first: Path, second: Path) -> str:
     return f"{len(distances)} of {len(names)} tensors differ, the most in {worst}: {by}"
 
 
-def latest_start(path: Path) -> dict[str, Any]:
-    """Return provenance.json's record of the latest start, or {} if there is no record."""
-    starts = Provenance(path).read()["starts"]
-    return starts[-1] if starts else {}
-
-
-def environment_of(start: dict[str, Any]) -> dict[str, str]:
-    """Return the environment of a start: versions, commit, packages, hosts and devices."""
-    git, packages, workers = start.get("git"), start.get("packages"), start.get("workers")
-    found: dict[str, str] = {name: str(start[name]) for name in ("framework", "python") if name in start}
-    if isinstance(git, dict):
-        found["commit"] = str(git.get("commit")) + (" with changes" if git.get("diff") or git.get("incomplete") else "")
-    found |= {name: str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
-    latest = workers[-1] if isinstance(workers, list) and workers and isinstance(workers[-1], dict) else {}
-    return found | {name: text_of(latest[name]) for name in ("hosts", "devices") if name in latest}
-
-
-def _code_of(path: Path) -> Mapping[str, dict[str, str]]:
-    content = Provenance(path).read()
-    modules = content["code"].get(content["starts"][-1].get("code")) if content["starts"] else None
-    return {name: parts for name, parts in modules.items() if isinstance(parts, dict)} if isinstance(modules, dict) else {}
+def environment_of(start: Start | None) -> dict[str, str]:
+    """Return the environment of a start: versions, commit, packages, hosts and devices. {}: there is no record of it."""
+    if start is None:
+        return {}
+    found = {"framework": start.framework, "python": start.python}
+    if start.git is not None:
+        found["commit"] = start.git.commit + (" with changes" if start.git.diff or start.git.incomplete else "")
+    found |= start.packages
+    for workers in start.workers[-1:]:
+        found |= {"hosts": text_of(workers.hosts), "devices": text_of(workers.devices)}
+    return found
 
 
 def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> TwoValues:
@@ -131,9 +123,7 @@ def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> TwoValues:
 
 
 def _rows_of(path: Path) -> dict[tuple[int, str], Row]:
-    metrics = RunDirectory(path).metrics
-    rows = iterate_rows(metrics) if metrics.is_file() else ()
-    return {(row["step"], row["split"]): row for row in rows}
+    return {(row["step"], row["split"]): row for row in iterate_rows(RunDirectory(path).metrics)}
 
 
 def _same(first: Any, second: Any) -> bool:

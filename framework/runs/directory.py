@@ -4,15 +4,16 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
+from typing_extensions import TypedDict
 
 from framework.checkpoint.manifest import directory_name
 from framework.config.frozen_file import frozen_run_id
-from framework.runtime.files import flush_directory, replaced_by, write_atomically
+from framework.runtime.files import flush_directory, replaced_by, tail, write_atomically
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
@@ -20,7 +21,6 @@ from framework.runtime.secrets import redact
 RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
 _FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json")
 _FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "slurm", "profile", "compiled")
-_TAIL_BYTES = 4096
 _BESIDE = (".eval", ".predict", ".export")  # folders of commands that work on a run, which may be active
 
 
@@ -64,7 +64,7 @@ class RunDirectory:
             return {}
         if not isinstance(summary, dict):
             return {}
-        return {name: value for name, value in summary.items() if _IS_OF_KIND.get(name, lambda _: True)(value)}
+        return {name: value for name, value in summary.items() if name not in _KINDS or _is_sound(name, value)}
 
     def checkpoint_path(self, which: str | int) -> Path | None:
         """Return the path of the checkpoint or weights file that `run.checkpoint` names. Return None for `last` and `best`."""
@@ -83,11 +83,7 @@ class RunDirectory:
     def last_lines_of_job(self) -> list[str]:
         """Return the last lines of output of the latest Slurm job, or [] if there are none."""
         path = Path(str(self.read_summary().get("job_output")))
-        if not path.is_file():
-            return []
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = tail(path, num_bytes=4096).decode(errors="replace").splitlines() if path.is_file() else []
         return [line for line in lines if line.strip()]
 
     def update_summary(self, *, is_flushed: bool = True, **values: Any) -> None:
@@ -144,22 +140,27 @@ def _is_a_runs(name: str) -> bool:
     return name in (*_FILES, *_FOLDERS, *_BESIDE) or replaced_by(name) in (*_FILES, *_FOLDERS)
 
 
-def _is_metrics(metrics: Any) -> bool:
-    splits = metrics.values() if isinstance(metrics, dict) else [None]
-    return all(isinstance(split, dict) and all(isinstance(row, dict) for row in split.values()) for split in splits)
+class _Rows(TypedDict):  # of metrics_file.Mark
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # as pydantic documents it
+    num_rows: int
+    num_bytes: int
+    crc32: int
 
 
-def _are_steps(steps: Any) -> bool:
-    return isinstance(steps, list) and all(isinstance(step, int) for step in steps)
-
-
-_OF_MARK = dict.fromkeys(("num_rows", "num_bytes", "crc32"), int)
-_IS_OF_KIND: dict[str, Callable[[Any], bool]] = {  # the summary's values that are used again
-    "status": lambda status: isinstance(status, str),
-    "metrics": _is_metrics,
-    "restarts": lambda count: isinstance(count, int),
-    "continued_at": _are_steps,
-    "step": lambda step: isinstance(step, int),
-    "rows": lambda rows: isinstance(rows, dict) and {name: type(number) for name, number in rows.items()} == _OF_MARK,
-    "unlogged": lambda names: isinstance(names, list),
+_KINDS: dict[str, TypeAdapter[Any]] = {  # of the summary's values that are used again
+    "status": TypeAdapter(str),
+    "metrics": TypeAdapter(dict[str, dict[str, dict[str, Any]]]),
+    "restarts": TypeAdapter(int),
+    "continued_at": TypeAdapter(list[int]),
+    "step": TypeAdapter(int),
+    "rows": TypeAdapter(_Rows),
+    "unlogged": TypeAdapter(list[Any]),
 }
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    try:
+        _KINDS[name].validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any, TypeGuard
+from typing import Any
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import in_digits, is_curve
+from framework.runs.metrics_file import best_of_monitor, in_digits, is_curve, number
 from framework.runtime.environment import variables
 from framework.runtime.log import LOGGER
 from framework.runtime.program import program, typed_override
@@ -34,11 +34,9 @@ def say(facts: Facts) -> None:
 def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:
     """Yield the facts of a finished run, from its summary. `root` is the folder of all runs."""
     summary = directory.read_summary()
-    metrics, monitor = summary.get("metrics", {}), str(summary.get("monitor"))
-    split, _, name = monitor.partition("/")
-    best = metrics.get(split, {}).get("best", {})
-    if _is_number(best.get(name)):
-        yield "best", f"{monitor} {in_digits(best[name])} at step {best.get('step')}"
+    metrics, (best, step) = summary.get("metrics", {}), best_of_monitor(summary)
+    if math.isfinite(number(best)):
+        yield "best", f"{summary['monitor']} {in_digits(best)} at step {step}"
     for split in [split for split in ("train", "val", "test") if split in metrics]:
         row = metrics[split].get("last", {})
         shown = [f"{name} {in_digits(value)}" for name, value in row.items() if is_curve(name)]
@@ -52,15 +50,11 @@ def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:
 
 
 def _costs(summary: dict[str, Any]) -> Iterator[str]:
-    wall_s, train_s, samples = (summary.get(name) for name in ("wall_s", "train_s", "samples_seen"))
-    if _is_number(wall_s):
+    wall_s, train_s, samples = (number(summary.get(name)) for name in ("wall_s", "train_s", "samples_seen"))
+    if math.isfinite(wall_s):
         yield f"{timedelta(seconds=round(wall_s))}"
-    if _is_number(train_s) and _is_number(samples) and train_s > 0:
+    if train_s > 0 and math.isfinite(samples):
         yield f"{samples / train_s:,.0f} samples/s in training"
-    memory = [peak for peak in summary.get("memory_gib") or [] if _is_number(peak)]
+    memory = [number(peak) for peak in summary.get("memory_gib") or []]
     if memory:
         yield f"{max(memory):.2f} GiB at most" + (" in a process" if len(memory) > 1 else "")
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -40,7 +40,7 @@ def _fetch_run(url: str) -> Path:
         raise StoreFailed(f"{url} has no checkpoint", is_wrong=True)
 
     def fetch(folder: Path) -> None:
-        fetch_valid(objects, wanted, there, into=folder / "checkpoints", most=1)
+        next(fetch_valid(objects, wanted, there, into=folder / "checkpoints"))
         if "metrics.jsonl" in there:
             objects.get("metrics.jsonl", folder / "metrics.jsonl")
 

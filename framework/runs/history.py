@@ -3,9 +3,8 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from framework.runs.metrics_file import TRAIN_ROW, is_curve, is_maximised, row_in
+from framework.runs.metrics_file import TRAIN_ROW, is_curve, is_maximised, number, row_in
 
 _MOST_POINTS = 300  # per training curve: a screen cannot show more
 
@@ -58,11 +57,3 @@ def read_history(path: Path, *, monitor: str, mode: str) -> dict[str, Series]:
 
 def _series(found: dict[str, Series], name: str, monitor: str, mode: str) -> Series:
     return found.setdefault(name, Series(is_maximised(name, monitor=monitor, mode=mode)))
-
-
-def number(value: Any) -> float:
-    """Return a file's value as a number. Return nan if it is not a number, or too large for a float."""
-    try:
-        return float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:
-        return math.nan

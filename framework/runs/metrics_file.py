@@ -5,11 +5,11 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.runtime.files import flush_directory, replacing
+from framework.runtime.files import flush_directory, replacing, tail
 from framework.runtime.log import LOGGER
 
 Row = dict[str, Any]  # numbers by name; a row of a file may also have lists of numbers
@@ -43,6 +43,27 @@ def in_digits(value: float | None) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
+def in_units(value: float, units: Sequence[str], *, base: int) -> str:
+    """Return a number with three digits and the largest fitting unit; each is `base` times the unit before it."""
+    power = min(len(units) - 1, int(math.log(max(value, 1), base)))
+    return f"{value / base**power:.3g}{units[power]}"
+
+
+def number(value: Any) -> float:
+    """Return a file's value as a number. Return nan if it is not a number, or too large for a float."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def best_of_monitor(summary: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the best value of checkpoint.monitor in a run's summary, and its step. None: there is none yet."""
+    split, _, metric = str(summary.get("monitor")).partition("/")
+    row = summary.get("metrics", {}).get(split, {}).get("best", {})
+    return row.get(metric), row.get("step")
+
+
 class Mark(NamedTuple):
     """A mark of the content of a metrics file at a checkpoint."""
 
@@ -66,7 +87,7 @@ class Mark(NamedTuple):
 
 
 _NOTHING = Mark(0, 0, 0)
-_READ_BYTES, _TAIL_BYTES = 1 << 20, 1 << 16
+_READ_BYTES = 1 << 20
 
 
 class MetricsFile:
@@ -123,9 +144,10 @@ def read_rows(path: Path, *, until: float = math.inf) -> list[Row]:
 
 
 def iterate_rows(path: Path, *, until: float = math.inf) -> Iterator[Row]:
-    """Yield the rows of a `metrics.jsonl` until a step one by one, with their lists of numbers."""
-    with open(path, "rb") as file:
-        yield from (row for row in _whole_rows(file) if row["step"] <= until)
+    """Yield the rows of a `metrics.jsonl` until a step with their lists of numbers. Nothing, if there is no file."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            yield from (row for row in _whole_rows(file) if row["step"] <= until)
 
 
 TRAIN_ROW = b'"split": "train"'
@@ -178,9 +200,7 @@ def numbers_of(row: Row) -> Row:
 def last_rows(path: Path) -> list[Row]:
     """Return some hundred rows from the end of a file, or [] if the file cannot be read."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return rows_in(file.read())
+        return rows_in(tail(path, num_bytes=1 << 16))
     except OSError:
         return []
 

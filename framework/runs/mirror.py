@@ -4,8 +4,8 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,9 @@ class Mirror:
         manifest.remove_unfinished(self.directory.checkpoints)  # a finished run would never do this
         staging = self.directory.checkpoints / f".tmp_{secrets.token_hex(8)}"
         try:
-            fetched = fetch_valid(self.objects, wanted, there, into=staging, has_other=bool(here))
+            fetched = list[str]()
+            with suppress(NoValidCheckpoint) if here else nullcontext():  # the run can continue from another checkpoint
+                fetched += fetch_valid(self.objects, wanted, there, into=staging)
             if not is_finished and all(_step(name) < _step(newest) for name in fetched):
                 return False
             # with this order a kill leaves nothing that looks complete: the rows come before the checkpoint that needs them
@@ -237,23 +239,13 @@ def read_facts(objects: Objects, name: str) -> dict[str, Any]:
     return {}
 
 
-def fetch_valid(
-    objects: Objects,
-    wanted: Iterable[str],
-    there: Iterable[str],
-    *,
-    into: Path,
-    most: int | None = None,
-    has_other: bool = False,
-) -> list[str]:
-    """Fetch the valid checkpoints of these names, at most `most`, into a folder. Return the names of the fetched ones.
+def fetch_valid(objects: Objects, wanted: Iterable[str], there: Iterable[str], *, into: Path) -> Iterator[str]:
+    """Fetch the checkpoints of these names into a folder, and yield the names of the valid ones.
 
-    Raise NoValidCheckpoint if none of several is valid, unless the run can continue from another checkpoint (`has_other`).
+    Raise NoValidCheckpoint at the end if none of several is valid.
     """
-    fetched, reasons = list[str](), list[str]()
+    is_one_valid, reasons = False, list[str]()
     for checkpoint in wanted:
-        if len(fetched) == most:
-            break
         path = into / checkpoint
         path.mkdir(parents=True)
         try:
@@ -263,12 +255,12 @@ def fetch_valid(
             for name, entry in read_manifest(path).items():
                 manifest.verify_file(path / name, entry)
             flush_directory(path)
-            fetched.append(checkpoint)
             LOGGER.info("fetched %s from %s", checkpoint, objects.url)
+            is_one_valid = True
+            yield checkpoint
         except Invalid as error:
             manifest.remove(path)
             reasons.append(f"{objects.url}/checkpoints/{checkpoint}: {error}")
             LOGGER.warning("%s; skipping it", reasons[-1])
-    if reasons and not fetched and not has_other:
+    if reasons and not is_one_valid:
         raise NoValidCheckpoint("no valid checkpoint is left:\n  " + "\n  ".join(reasons))
-    return fetched

@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel
 
 from framework.config.arguments import split_flags
 from framework.config.code import Code, Functions, changed, code_of, versions
@@ -26,51 +27,115 @@ _LARGEST_DIFF = 1 << 18  # in characters
 _GIT_TIMEOUT_S = 10.0
 
 
+class Git(BaseModel):
+    """The commit of a start's folder, and the differences from it."""
+
+    commit: str
+    diff: str = ""
+    incomplete: str = ""  # why `diff` does not hold all differences
+    untracked: list[str] = []
+
+
+class Parent(BaseModel, frozen=True):
+    """A file or folder that a run's configuration names, and the run that has written it."""
+
+    key: str  # the key in the configuration
+    path: str
+    owner: str  # the directory of the other run
+    record: str  # the id of its record at that time; a later run in the same folder has another id
+
+
+class Workers(BaseModel):
+    """The hosts and devices of all ranks, each time that the workers of a start begin."""
+
+    at: str
+    hosts: list[str]
+    devices: list[str]
+
+
+class Start(BaseModel):
+    """The record of one start of a run."""
+
+    at: str
+    command: str
+    environment: dict[str, str] = {}
+    line: str = ""  # the overrides of this run, if the command was a sweep
+    taken: list[Parent] = []
+    directory: str
+    host: str
+    framework: str
+    python: str
+    packages: dict[str, str]
+    git: Git | None
+    code: str  # the digest
+    targets: list[str]
+    folders: list[str]
+    loaded: dict[str, str] | None = None  # modules that no import reaches, each with its file, once a checkpoint was written
+    accepted: list[str] = []  # changes of the code and the data
+    workers: list[Workers] = []
+    data: dict[str, dict[str, str]] = {}  # the fingerprint of each split
+
+
+class Record(BaseModel):
+    """The content of provenance.json: the starts, and the code of each start by its digest."""
+
+    starts: list[Start] = []
+    code: dict[str, dict[str, Functions]] = {}
+
+    @property
+    def latest(self) -> Start | None:
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def modules(self) -> dict[str, Functions] | None:
+        """The code of the latest start, by module. None without a record of it."""
+        return self.code.get(self.starts[-1].code) if self.starts else None
+
+
 class Provenance:
-    """The file in a run's directory: `starts`, and the `code` of each start by its digest."""
+    """The file in a run's directory."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "provenance.json"
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Record:
         """Return the content. It is empty if there is no file, or if the file is damaged."""
         try:
-            content = json.loads(self.path.read_text())
-            starts, code = content["starts"], content["code"]
-            is_whole = all(isinstance(start, dict) for start in starts) and isinstance(code, dict)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            is_whole = False
-        return {"starts": starts, "code": code} if is_whole else {"starts": [], "code": {}}
+            return Record.model_validate(json.loads(self.path.read_text()))
+        except (OSError, ValueError, RecursionError):
+            return Record()
+
+    @property
+    def latest(self) -> Start | None:
+        """The record of the latest start."""
+        return self.read().latest
 
     def changes(self, targets: Iterable[str]) -> list[str]:
         """Return the changes since the latest start in the code that components reach, one line per file."""
-        content = self.read()
-        before = content["code"].get(content["starts"][-1].get("code")) if content["starts"] else None
-        return changed(_modules(before), self._code(targets).modules) if isinstance(before, dict) else []
+        before = self.read().modules
+        return [] if before is None else changed(before, self._code(targets).modules)
 
     def _code(self, targets: Iterable[str]) -> Code:
-        start = self._latest()
-        folders = [folder for folder in _texts(start, "folders") if os.path.isdir(folder)]
-        return code_of(targets, folders=folders, loaded=_loaded(start))
-
-    def _latest(self) -> dict[str, Any]:
-        starts = self.read()["starts"]
-        return starts[-1] if starts else {}
+        start = self.latest
+        if start is None:
+            return code_of(targets)
+        return code_of(targets, folders=filter(os.path.isdir, start.folders), loaded=start.loaded or {})
 
     @property
     def commit(self) -> str | None:
         """The commit of the latest start, if its folder was in a repository."""
-        git = self._latest().get("git")
-        return str(git["commit"]) if isinstance(git, dict) and git.get("commit") else None
+        start = self.latest
+        return start.git.commit if start is not None and start.git is not None else None
 
     def files(self) -> dict[str, Path]:
         """Return the files of the user's modules that the latest start reached, by module. Skip files that no longer exist."""
-        start = self._latest()
-        modules = self.read()["code"].get(start.get("code"))
-        folders = [*_texts(start, "folders"), str(start.get("directory", "")), str(ROOT)]
-        found = {name: Path(file) for name, file in _loaded(start).items()}
-        for name in modules if isinstance(modules, dict) else ():
+        record = self.read()
+        if (start := record.latest) is None:
+            return {}
+        found = {name: Path(file) for name, file in (start.loaded or {}).items()}
+        for name in record.modules or ():
             place = name.replace(".", "/")
+            folders = (*start.folders, start.directory, str(ROOT))
             paths = [Path(folder, path) for folder in folders for path in (f"{place}.py", f"{place}/__init__.py")]
             if there := [path for path in paths if path.is_file()]:
                 found[name] = there[0]
@@ -79,100 +144,79 @@ class Provenance:
     @property
     def is_damaged(self) -> bool:
         """Return whether the file exists, but cannot be read."""
-        return self.path.exists() and not self.read()["starts"]
+        return self.path.exists() and not self.read().starts
 
-    def add_start(
-        self, targets: Sequence[str], *, line: Sequence[str] | None = None, taken: Sequence[dict[str, str]] = ()
-    ) -> None:
+    def add_start(self, targets: Sequence[str], *, line: Sequence[str] = (), taken: Sequence[Parent] = ()) -> None:
         """Add a record of this start. If the user accepts changed code, the record contains the changes.
 
         `line`: the run's own overrides, if the command was a sweep. `taken`: what the run uses from other runs (lineage.py).
         """
-        content, before, accepted, code = self.read(), self._latest(), self.changes(targets), self._code(targets)
-        start = {
-            "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": redact(shlex.join(sys.orig_argv)),
-            "environment": _environment(),
-            **({} if line is None else {"line": redact(shlex.join(line))}),
-            "taken": list(taken),
-            "directory": os.getcwd(),
-            "host": socket.gethostname(),
-            "framework": __version__,
-            "python": platform.python_version(),
-            "packages": versions(code.packages | {"torch"}),
-            "git": git_state(Path.cwd()),
-            "code": code.digest,
-            "targets": list(targets),
-            "folders": code.folders,
-            **({"loaded": _loaded(before)} if "loaded" in before else {}),
-            **({"accepted": accepted} if accepted else {}),
-            "workers": [],
-        }
-        content["starts"].append(start)
-        content["code"][code.digest] = code.modules
-        self._write(content)
+        record, accepted, code = self.read(), self.changes(targets), self._code(targets)
+        before = record.latest
+        start = Start(
+            at=_now(),
+            command=redact(shlex.join(sys.orig_argv)),
+            environment=_environment(),
+            line=redact(shlex.join(line)),
+            taken=[*taken],
+            directory=os.getcwd(),
+            host=socket.gethostname(),
+            framework=__version__,
+            python=platform.python_version(),
+            packages=versions(code.packages | {"torch"}),
+            git=git_state(Path.cwd()),
+            code=code.digest,
+            targets=[*targets],
+            folders=[*code.folders],
+            loaded=None if before is None else before.loaded,
+            accepted=accepted,
+        )
+        record.starts.append(start)
+        record.code[code.digest] = {**code.modules}
+        self._write(record)
 
     def unknown(self, loaded: Iterable[str]) -> list[str]:
         """Return the modules that this start has loaded, but that the run had not loaded at its last checkpoint."""
-        start = self._latest()
-        known = self.read()["code"].get(start.get("code"), {})
-        return [name for name in loaded if name not in known] if "loaded" in start else []
+        record = self.read()
+        is_recorded = record.latest is not None and record.latest.loaded is not None
+        return [name for name in loaded if name not in (record.modules or ())] if is_recorded else []
 
     def add_loaded(self, loaded: Mapping[str, str], *, accepted: Sequence[str] = ()) -> None:
         """Add modules that no import reaches, each with its file, to the latest start's code, and add the accepted changes."""
-        content = self.read()
-        if not content["starts"]:
-            return
-        start = content["starts"][-1]
-        start["loaded"] = {**_loaded(start), **loaded}
-        code = code_of(_texts(start, "targets"), folders=_texts(start, "folders"), loaded=start["loaded"])
-        start["code"] = code.digest
-        if accepted:
-            start["accepted"] = [*_texts(start, "accepted"), *accepted]
-        content["code"][code.digest] = code.modules
-        self._write(content)
+        record = self.read()
+        if (start := record.latest) is not None:
+            start.loaded = {**(start.loaded or {}), **loaded}
+            code = code_of(start.targets, folders=start.folders, loaded=start.loaded)
+            start.code = code.digest
+            start.accepted += accepted
+            record.code[code.digest] = {**code.modules}
+            self._write(record)
 
-    def add_workers(self, **values: Any) -> None:
+    def add_workers(self, *, hosts: list[str], devices: list[str]) -> None:
         """Add to the latest start's record the hosts and devices of its workers. Workers may start several times."""
-        content = self.read()
-        if content["starts"]:
-            content["starts"][-1].setdefault("workers", []).append({"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values})
-            self._write(content)
+        record = self.read()
+        if (start := record.latest) is not None:
+            start.workers.append(Workers(at=_now(), hosts=hosts, devices=devices))
+            self._write(record)
 
     def add_data(self, split: str, fingerprint: Mapping[str, str], *, accepted: Sequence[str] = ()) -> None:
         """Add to the latest start's record the fingerprint of a split, and the accepted changes of its data."""
-        content = self.read()
-        if content["starts"]:
-            start = content["starts"][-1]
-            start.setdefault("data", {})[split] = dict(fingerprint)
-            if accepted:
-                start["accepted"] = [*_texts(start, "accepted"), *(f"{split}: {line}" for line in accepted)]
-            self._write(content)
+        record = self.read()
+        if (start := record.latest) is not None:
+            start.data[split] = dict(fingerprint)
+            start.accepted += (f"{split}: {line}" for line in accepted)
+            self._write(record)
 
     def data(self, split: str) -> dict[str, str]:
         """Return the fingerprint of a split at the latest start that has loaded it; {} if none has."""
-        for start in reversed(self.read()["starts"]):
-            found = start.get("data")
-            if isinstance(found, dict) and isinstance(found.get(split), dict):
-                return {str(name): str(text) for name, text in found[split].items()}
-        return {}
+        return next((start.data[split] for start in reversed(self.read().starts) if split in start.data), {})
 
-    def _write(self, content: dict[str, Any]) -> None:
-        write_atomically(self.path, json.dumps(content, indent=1) + "\n")
+    def _write(self, record: Record) -> None:
+        write_atomically(self.path, json.dumps(record.model_dump(exclude_defaults=True), indent=1) + "\n")
 
 
-def _texts(start: dict[str, Any], name: str) -> list[str]:
-    value = start.get(name)
-    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
-
-
-def _loaded(start: dict[str, Any]) -> dict[str, str]:
-    value = start.get("loaded")
-    return {name: file for name, file in value.items() if isinstance(file, str)} if isinstance(value, dict) else {}
-
-
-def _modules(value: dict[str, Any]) -> dict[str, Functions]:
-    return {name: functions for name, functions in value.items() if isinstance(functions, dict)}
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def _environment() -> dict[str, str]:
@@ -183,7 +227,7 @@ def _environment() -> dict[str, str]:
     return {} if is_option or folder is None else {"STEADFAST_CONF": folder}
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path) -> Git | None:
     """Return the commit of a folder's repository, and the differences from it. Return None without a repository or git."""
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None
@@ -192,7 +236,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     if commit is None:
         return None
     untracked = [line[3:] for line in (status or "").splitlines() if line.startswith("??")]
-    return {"commit": commit.strip(), **_differences(diff), "untracked": untracked[:100]}
+    recorded, incomplete = _recordable(diff)
+    return Git(commit=commit.strip(), diff=recorded, incomplete=incomplete, untracked=untracked[:100])
 
 
 # `git apply` needs every byte, and the prefixes a/ and b/, whatever the user's configuration of git says
@@ -200,16 +245,16 @@ _DIFF = ["-c", "diff.relative=false", "diff", "--binary", "--no-color", "--no-ex
          "--src-prefix=a/", "--dst-prefix=b/", "HEAD"]  # fmt: skip
 
 
-def _differences(diff: str | None) -> dict[str, str]:
-    """Return `diff` for the record. If `git apply` could not use it, return with `incomplete` why not."""
+def _recordable(diff: str | None) -> tuple[str, str]:
+    """Return `diff` for the record, and the reason why `git apply` could not use it, if there is one."""
     if diff is None:
-        return {"diff": "", "incomplete": f"git did not print them within {_GIT_TIMEOUT_S:g} s"}
+        return "", f"git did not print them within {_GIT_TIMEOUT_S:g} s"
     recorded, reason = redact(diff), ""
     if recorded != diff:
         reason = "they contain a secret, which is not recorded"
     if len(recorded) > _LARGEST_DIFF:
         reason = f"they have {len(recorded):,} characters, and the record holds at most {_LARGEST_DIFF:,}"
-    return {"diff": recorded[:_LARGEST_DIFF], **({"incomplete": reason} if reason else {})}
+    return recorded[:_LARGEST_DIFF], reason
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
-import yaml
 
-from framework.config.folders import parse_yaml
 from framework.config.identity import is_below
-from framework.runs.compare import environment_of, latest_start
+from framework.runs.compare import environment_of
 from framework.runs.directory import RECORD_FILES, RunDirectory
-from framework.runs.history import Series, number, read_history
-from framework.runs.settings import TextByKey, differing, execution_of, settings_of, with_options
+from framework.runs.history import Series, read_history
+from framework.runs.metrics_file import number
+from framework.runs.provenance import Provenance
+from framework.runs.settings import TextByKey, differing, execution_of, read_config, settings_of, with_options
 from framework.runtime.files import write_atomically
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
@@ -43,6 +44,7 @@ class ReportedRun:
     label: str  # the run's path below the root
     state: str
     note: str  # why it failed, or which files could not be read
+    plain: dict[str, Any]  # the configuration, as it is in its file
     config: TextByKey
     monitor: str
     mode: str  # min or max, for the monitor
@@ -114,17 +116,23 @@ def printable(text: str) -> str:
 
 def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
     summary = directory.read_summary()
-    config, damaged = _read_config(directory.path / "config.yaml")
+    plain = read_config(directory.path)
+    config = {printable(key): printable(text) for key, text in settings_of(plain or {}).items()}
     monitor, mode = config.get("checkpoint.monitor", "val/loss"), config.get("checkpoint.mode", "min")
     found = read_history(directory.metrics, monitor=monitor, mode=mode) if directory.metrics.exists() else {}
     state = directory.state
     lacks_rows = not found and state != "running"  # a running run may not have its first row yet
-    missing = {"summary.json that can be read": not summary, "config.yaml that can be read": damaged, "metrics": lacks_rows}
+    missing = {
+        "summary.json that can be read": not summary,
+        "config.yaml that can be read": plain is None,
+        "metrics": lacks_rows,
+    }
     notes = [str(summary.get("error") or ""), *(f"no {what}" for what, is_missing in missing.items() if is_missing)]
     return ReportedRun(
         label=label,
         state=printable(state),
         note=printable("; ".join(" ".join(note.split()) for note in notes if note)),
+        plain=plain or {},
         config={key: value for key, value in config.items() if key.split(".")[0] not in _NOT_SHOWN},
         monitor=monitor,
         mode=mode,
@@ -141,29 +149,32 @@ def _read_origin(path: Path) -> dict[str, str]:
     file = path / "provenance.json"
     if not file.is_file() or file.stat().st_size > _MOST_BYTES:
         return {}
-    start = latest_start(path)
-    facts = {name: str(start[name]) for name in ("at", "command", "host") if name in start} | environment_of(start)
+    if (start := Provenance(path).latest) is None:
+        return {}
+    facts = {"at": start.at, "command": start.command, "host": start.host, **environment_of(start)}
     return {printable(name): printable(text) for name, text in facts.items()}
 
 
+def _plain_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files in a folder, sorted by name, without links. Nothing, if the folder is a link."""
+    is_plain = folder.is_dir() and not folder.is_symlink()
+    return [path for path in sorted(folder.glob(pattern)) if is_plain and path.is_file() and not path.is_symlink()]
+
+
 def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the first samples that mode=predict wrote, or {} if the folder is a link."""
+    """Return the first samples that mode=predict wrote."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() and not folder.is_symlink() else []:
-        if path.is_file() and not path.is_symlink():
-            with open(path, "rb") as file:
-                lines = list(islice(iter(partial(file.readline, _LONGEST_LINE), b""), _MOST_SAMPLES))
-            found[printable(path.stem)] = [shown for line in lines if (shown := _shown_of(line))]
+    for path in _plain_files(folder, "*.jsonl"):
+        with open(path, "rb") as file:
+            lines = list(islice(iter(partial(file.readline, _LONGEST_LINE), b""), _MOST_SAMPLES))
+        found[printable(path.stem)] = [shown for line in lines if (shown := _shown_of(line))]
     return found
 
 
 def _read_pictures(folder: Path) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for path in sorted(folder.glob("*.png")) if folder.is_dir() and not folder.is_symlink() else []:
-        if path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST_PICTURE:
-            content = path.read_bytes()
-            found |= {printable(path.stem): content} if content.startswith(_PNG) else {}
-    return found
+    paths = [path for path in _plain_files(folder, "*.png") if path.stat().st_size <= _LARGEST_PICTURE]
+    found = {printable(path.stem): path.read_bytes() for path in paths}
+    return {name: content for name, content in found.items() if content.startswith(_PNG)}
 
 
 def _shown_of(line: bytes) -> dict[str, Any]:
@@ -177,15 +188,6 @@ def _shown_of(line: bytes) -> dict[str, Any]:
         for name, value in (row.items() if isinstance(row, dict) else ())
     }
     return {name: value for name, value in kept.items() if isinstance(value, str) or math.isfinite(value)}
-
-
-def _read_config(path: Path) -> tuple[TextByKey, bool]:
-    try:
-        config = parse_yaml(path.read_bytes())
-        settings = {printable(key): printable(text) for key, text in settings_of(config).items()}
-        return settings, not isinstance(config, dict)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return {}, True
 
 
 def count_states(states: list[str]) -> str:
@@ -210,23 +212,8 @@ def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, ti
                      for names in (("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")))  # fmt: skip
     allowed = f"img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-{(_FILES / "page.html").read_text()}
-<script id="data" type="application/json">{plain}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-    write_atomically(target, page)
+    page = Template((_FILES / "page.html").read_text())
+    write_atomically(target, page.substitute(title=html.escape(title), policy=policy, style=style, script=script, data=plain))
 
 
 def _hash(text: str) -> str:
@@ -236,7 +223,7 @@ def _hash(text: str) -> str:
 def _content(runs: list[ReportedRun]) -> dict[str, Any]:
     grids: dict[tuple[int, ...], int] = {}
     configs = with_options([run.config for run in runs])
-    differ, execution = differing(configs), execution_of(*(run.config for run in runs))
+    differ, execution = differing(configs), execution_of(*(run.plain for run in runs))
     common = {key: value for key, value in configs[0].items() if all(config.get(key) == value for config in configs)}
     owns = [{key: value for key, value in config.items() if key not in common} for config in configs]
     own_keys = dict.fromkeys(key for own in owns for key in own)

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Container, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import Row, last_rows
-from framework.runs.report import count_states, name_below, number, printable
+from framework.runs.metrics_file import Row, last_rows, number
+from framework.runs.report import count_states, name_below, printable
 from framework.runs.settings import differences
 from framework.runtime import slurm
 from framework.runtime.lock import Lock
@@ -39,37 +39,30 @@ class Standing(NamedTuple):
 def standings(directories: Iterable[RunDirectory]) -> dict[Path, Standing]:
     """Return the states of runs, by their paths: from their directories, and from Slurm if they are Slurm jobs."""
     by_path = {directory.path: directory for directory in directories}
-    in_queue, silence = {}, ""
+    jobs, silence = dict[Path, QueuedJob](), ""
     try:
-        in_queue = queued_jobs(by_path.values())
+        jobs = queued_jobs(by_path.values())
     except SlurmFailed as error:
         silence = f"Slurm does not answer: {error}"
-    states = {path: _state(directory, in_queue.get(path), silence) for path, directory in by_path.items()}
-    # jobs that did not record their end in the run's directory
-    lost = {path: job_id for path, state in states.items()
-            if state == "killed" and (job_id := by_path[path].job_id) is not None}  # fmt: skip
-    ends = slurm.ends(lost.values()) if lost and not silence else {}
-    found = {path: _last_words(by_path[path], ends.get(job_id, "")) for path, job_id in lost.items()}
-    if "?" in states.values():
+    found = {path: _standing(directory, jobs.get(path), is_silent=bool(silence)) for path, directory in by_path.items()}
+    if any(standing.state == "?" for standing in found.values()):
         LOGGER.warning("%s: a state that only Slurm knows is shown as ?", silence)
-    return {path: found.get(path) or _standing(by_path[path], states[path], in_queue.get(path)) for path in by_path}
+    # jobs that did not record their end in the run's directory
+    lost = {path: job_id for path, standing in found.items()
+            if standing.state == "killed" and (job_id := by_path[path].job_id) is not None}  # fmt: skip
+    ends = slurm.ends(lost.values()) if lost and not silence else {}
+    return found | {path: _last_words(by_path[path], ends.get(job_id, "")) for path, job_id in lost.items()}
 
 
-def _state(directory: RunDirectory, job: QueuedJob | None, silence: str) -> str:
+def _standing(directory: RunDirectory, job: QueuedJob | None, *, is_silent: bool) -> Standing:
     """Return the state from the run's directory, or Slurm's newer state. Return `?` if Slurm knows it, but does not answer."""
-    own = directory.state
-    if silence and directory.job_id and own in ("queued", "killed", "preempted"):
-        return "?"
-    if silence:
-        return own
-    if job is not None and own not in ("finished", "failed"):
-        return "queued" if job.waits else "running"
-    return "killed" if own == "queued" else own  # the job has left the queue without a start
-
-
-def _standing(directory: RunDirectory, state: str, job: QueuedJob | None) -> Standing:
-    if job is not None and state == "queued":
-        return Standing(state, job.reason, job)
+    state = directory.state
+    if is_silent and directory.job_id and state in ("queued", "killed", "preempted"):
+        return Standing("?")
+    if job is not None and state not in ("finished", "failed"):
+        return Standing("queued", job.reason, job) if job.waits else Standing("running", job=job)
+    if state == "queued" and not is_silent:
+        state = "killed"  # the job has left the queue without a start
     return Standing(state, str(directory.read_summary().get("error") or "") if state in ("failed", "killed") else "", job)
 
 
@@ -159,7 +152,7 @@ def _below(path: Path, root: Path) -> str:
 def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
     state, why, job = standing
     summary, rows, job_id = directory.read_summary(), last_rows(directory.metrics), directory.job_id or ""
-    step = max([number(summary.get("step")), *(number(row["step"]) for row in rows)], key=lambda step: (step == step, step))
+    step = last_step(summary, rows)
     total_steps = number(summary.get("total_steps"))
     pace = next((number(row.get("step_s")) for row in reversed(rows) if row["split"] == "train"), math.nan)
     cells = {"state": state, "metric": _last_metric(rows, str(summary.get("monitor"))), "job": job_id}
@@ -170,6 +163,12 @@ def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:
         if abs(eta_s := (total_steps - step) * pace) < _LONGEST_S:  # false if it is nan
             cells["ETA"] = str(timedelta(seconds=math.ceil(eta_s)))
     return cells | {"why": " ".join(why.split())}
+
+
+def last_step(summary: dict[str, Any], rows: list[Row]) -> float:
+    """Return a run's step: the summary may be older than the rows. nan: it is not known."""
+    known = [step for step in (number(summary.get("step")), *(number(row["step"]) for row in rows)) if step == step]
+    return max(known, default=math.nan)
 
 
 def _last_metric(rows: list[Row], monitor: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import is_curve
+from framework.runs.metrics_file import best_of_monitor, is_curve
 from framework.runtime.exits import Exit
 from framework.runtime.files import write_atomically
 
@@ -26,17 +26,14 @@ class TableRow:
     code: int | None  # the exit code, if the job has just run
 
     @classmethod
-    def read(
-        cls, run: RunSection, monitor: str, values: dict[str, str], *, state: str | None = None, code: int | None = None
-    ) -> "TableRow":
+    def read(cls, run: RunSection, values: dict[str, str], *, state: str | None = None, code: int | None = None) -> "TableRow":
         """Read the state of the job from its directory.
 
         `state` is a state that a search knows better than the directory. `code` is the exit code of a job that has just ended.
         """
         directory = RunDirectory(Path(run.dir))
         summary = directory.read_summary()
-        split, _, metric = monitor.partition("/")
-        objective = summary.get("metrics", {}).get(split, {}).get("best", {}).get(metric)
+        objective, _ = best_of_monitor(summary)
         state = "failed" if code not in (None, Exit.FINISHED, Exit.PREEMPTED) else state or directory.state
         error = summary.get("error") or ("" if code is None else f"exit {code}, without a message")
         return cls(run.id, directory, values, state, objective, str(error) if state == "failed" else "", code)

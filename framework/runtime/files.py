@@ -84,6 +84,13 @@ def checksum(path: Path, new: Callable[[], Any] = hashlib.blake2b) -> tuple[int,
     return size, digest.hexdigest()
 
 
+def tail(path: Path, *, num_bytes: int) -> bytes:
+    """Return the end of a file."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        return file.read()
+
+
 def make_directory(path: Path) -> None:
     """Make a directory and its missing parents, so that each of them survives a power cut.
 

@@ -19,6 +19,7 @@ from framework.runtime.files import lock_file, make_directory
 from framework.runtime.preemption import PREEMPTION
 
 _BEAT_S = 1.0
+_PATIENCE_S, _PARTY_PATIENCE_S = 10.0, 3.0  # until the workers of a dead holder have ended
 _DEAD_AFTER_S = 4.0  # without a beat; a network file system may show content that is up to 3 s old
 _NUM_BYTES = 512  # the fixed size of the file: a file system may also show an old size
 
@@ -63,21 +64,21 @@ class Lock:
         self._released = threading.Event()
         self._beats: threading.Thread | None = None
 
-    def take(self, *, patience_s: float = 10.0, party_patience_s: float = 3.0) -> None:
+    def take(self) -> None:
         """Take the lock, and make the directory. Raise RunLocked immediately if a living process holds the lock.
 
-        If the holder is dead and its workers will end soon, wait `patience_s` for the workers. For a process of the same
-        party, wait `party_patience_s`, then continue without its lock. If a holder on another machine has not released the
-        lock, watch the file for a few seconds. Raise Interrupted if a signal arrives in the meantime.
+        If the holder is dead and its workers will end soon, wait for the workers. For a process of the same party, wait for a
+        shorter time, then continue without its lock. If a holder on another machine has not released the lock, watch the file
+        for a few seconds. Raise Interrupted if a signal arrives in the meantime.
         """
         make_directory(self.path.parent)
         began = time.monotonic()
         while (descriptor := lock_file(self.path, waits=False)) is None:
             waited, holder = time.monotonic() - began, self.holder()
             if self._party is not None and holder.get("party") == self._party:
-                if waited > party_patience_s:
+                if waited > _PARTY_PATIENCE_S:
                     self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to the file's name
-            elif waited > (0.0 if holder and is_alive(holder) is not False else patience_s):
+            elif waited > (0.0 if holder and is_alive(holder) is not False else _PATIENCE_S):
                 raise self._locked(holder)
             self._wait(0.05)
         try:

@@ -1,8 +1,11 @@
-"""The precision of a device's computations: settings of torch for the whole process."""
+"""Settings of torch for the whole process: the precision of its computations, and its threads."""
+
+import os
 
 import torch
 
-from framework.runtime.environment import variables
+from framework.runtime.environment import node_name, variables
+from framework.runtime.log import LOGGER
 
 
 def set_numerics(*, matmul: str, deterministic: bool) -> None:
@@ -19,3 +22,13 @@ def set_numerics(*, matmul: str, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would cost a pass
         variables().setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at the first product
+
+
+def share_cores(num_processes: int) -> None:
+    """Give this process its share of the cores as threads. Log a message if this machine has more processes than cores."""
+    num_cores = len(os.sched_getaffinity(0))
+    if num_processes > 1:
+        torch.set_num_threads(max(1, num_cores // num_processes))
+    if num_processes > num_cores:
+        LOGGER.info("%d processes share %d core%s of %s: on CPUs, fewer processes are faster (launch.nproc_per_node)",
+                    num_processes, num_cores, "s" * (num_cores != 1), node_name())  # fmt: skip

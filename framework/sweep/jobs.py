@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.cli.run import build_problems, rehearsal_problems, start
+from framework.cli.run import build_problems, builder_of, rehearsal_problems, start
 from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
-from framework.launch.claim import accept_code
+from framework.launch.claim import accept_code, is_over
 from framework.launch.mirrored import put_missing
 from framework.preflight.check import changed_code
 from framework.preflight.slurm import JobRequest, job_problems
@@ -41,14 +41,16 @@ class Job:
 
     @property
     def build(self) -> "Builder":
-        from framework.build.training import Builder
-        from framework.distributed.world import World
+        return builder_of(self.draft)
 
-        return Builder(self.config, world=World.alone())
+    @property
+    def draft(self) -> Draft:
+        """The configuration as a draft without problems."""
+        return Draft(dict(self.config), [])
 
     @property
     def is_done(self) -> bool:
-        return self.directory.is_finished and self.config.run.resume != "never"
+        return is_over(self.config.run)
 
     @property
     def stale_code(self) -> str:
@@ -61,19 +63,18 @@ class Job:
 
     def run(self) -> int:
         """Run the job to its end, in this process. Return its exit code."""
-        return start(self.line, checked=Draft(dict(self.config), []), is_rehearsed=self.is_rehearsed)
+        return start(self.line, checked=self.draft, is_rehearsed=self.is_rehearsed)
 
     def skip(self) -> None:
         """Treat a finished job as a job that has run, after its mirror got what was missing."""
-        config = self.config
-        accept_code(config.run, config.targets())
-        self.code = put_missing(config.run, name=config.name)
+        accept_code(self.config.run, targets=self.config.targets())
+        self.code = put_missing(self.config.run, name=self.config.name)
         LOGGER.info("finished already: %s, in %s", self, self.directory.path)
 
     def row(self, *, state: str | None = None) -> TableRow:
         """Return the job's state. It is `stale` if the job started with other code."""
         state = "stale" if self.code is None and self.stale_code else state
-        return TableRow.read(self.config.run, self.config.checkpoint.monitor, self.values, state=state, code=self.code)
+        return TableRow.read(self.config.run, self.values, state=state, code=self.code)
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.values.items()) or " ".join(self.line)
@@ -108,7 +109,7 @@ def problems_of(jobs: list[Job], *, rehearsed: set[str]) -> list[Problem]:
     rehearsed.update(subjects)
     is_submitted = not found and left[0].config.launch.kind == "slurm"
     for alike in alike_jobs(left) if is_submitted else []:
-        draft = Draft(dict(alike[0].config), [])
+        draft = alike[0].draft
         draft.check(job_problems)
         found += draft.problems
     return list(dict.fromkeys(found))

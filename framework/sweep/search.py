@@ -142,7 +142,7 @@ class Search:
         if checked.config is None:
             run = checked.fields["run"]
             return TableRow(run.id, RunDirectory(Path(run.dir)), values, "failed", None, str(checked.problems[0]), None)
-        return TableRow.read(checked.config.run, self._monitor, values, state=state)
+        return TableRow.read(checked.config.run, values, state=state)
 
     @property
     def code(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
-from framework.cli.callbacks import multirun_callbacks
+from framework.cli.callbacks import callbacks
 from framework.cli.control import cancel
 from framework.cli.run import checked_line
 from framework.config.frozen_file import digest_of
@@ -162,7 +162,7 @@ def run_jobs(sweep: Sweep) -> int:
         source = sweep.source()
         runner.record = partial(_record, source, directory)
         PREEMPTION.watch()
-        with multirun_callbacks(jobs[0].line):
+        with callbacks(jobs[0].line, around="multirun"):
             source.run(runner)
         if on_slurm:
             LOGGER.info("their states: %s mode=status %s", program(), typed_override("run.root", str(directory)))

@@ -14,7 +14,7 @@ from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig
 from framework.distributed.hang.diagnose import is_of_others
 from framework.launch.elastic.entry import RoundEntry
-from framework.launch.elastic.meeting import SILENT_S, Meeting, StoreLost, meeting_folder
+from framework.launch.elastic.meeting import SILENT_S, Meeting, StoreLost, comes_true, meeting_folder
 from framework.launch.failures import Failure, cause, recorded_failures, report
 from framework.launch.network import Network
 from framework.launch.scratch import new_folder, remove_scratch
@@ -259,12 +259,8 @@ class _Agent(Agent):
 
     def _is_explained(self, round: int, *, within_s: float) -> bool:
         """Return whether another node has failed or was lost: then this node's workers have only lost their connections."""
-        began = time.monotonic()
-        while time.monotonic() - began < within_s:
-            if self._lost(self._look()) or any(map(self._meeting.recorded, ("end", f"failure_{round}", f"verdict_{round}"))):
-                return True
-            time.sleep(_POLL_S)
-        return False
+        keys = ("end", f"failure_{round}", f"verdict_{round}")
+        return comes_true(lambda: self._lost(self._look()) or any(map(self._meeting.recorded, keys)), within_s=within_s)
 
     def _note(self, failure: Failure, round: int) -> None:
         """Count one failure per round, for all nodes. The last allowed failure, or a repeated failure, ends the run."""
@@ -284,12 +280,11 @@ class _Agent(Agent):
         """Record this node's verdict, and wait for the other nodes' verdicts. The run ends with all of them."""
         self._meeting.first(f"verdict_{round}_{self.place.rank}", self.verdict)
         self._meeting.first(f"verdict_{round}", True)
-        keys, began = [f"verdict_{round}_{place}" for place in range(len(self._members))], time.monotonic()
-        while None in (told := [self._meeting.recorded(key) for key in keys]) and time.monotonic() - began < _TO_EXPLAIN_S:
-            if self._meeting.recorded("end") is not None:
-                return
-            time.sleep(_POLL_S)
-        verdicts = sorted(filter(None, told), key=is_of_others)
+        keys, recorded = [f"verdict_{round}_{place}" for place in range(len(self._members))], self._meeting.recorded
+        comes_true(lambda: recorded("end") is not None or all(map(recorded, keys)), within_s=_TO_EXPLAIN_S)
+        if recorded("end") is not None:
+            return
+        verdicts = sorted(filter(None, map(recorded, keys)), key=is_of_others)
         if not is_of_others(verdicts[0]):
             self._meeting.end(Exit.HANG, error="; ".join(verdicts))
         elif len(verdicts) == len(keys):

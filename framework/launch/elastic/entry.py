@@ -36,7 +36,7 @@ class RoundEntry:
         """Claim the directory. This process keeps the lock until it ends. Return an exit code if nothing is left to do."""
         began = self.folder / "began"
         config = self.config.begun() if began.exists() else self.config
-        if MODES[config.mode].about == "run" and is_finished(config.run):
+        if MODES[config.mode].about == "run" and is_finished(config.run, targets=config.targets()):
             return Exit.FINISHED
         run = claim(config, party="elastic")
         if isinstance(run, ClaimedRun):

@@ -29,6 +29,14 @@ _CONNECT_S = 2.0
 _MOST_SKEW_S = 5.0  # torch compares the clocks of the nodes
 
 
+def comes_true(condition: Callable[[], object], *, within_s: float) -> bool:
+    """Return whether a condition becomes true in this time. Wait for it."""
+    until = time.monotonic() + within_s
+    while not (is_true := bool(condition())) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    return is_true
+
+
 def meeting_folder(directory: Path) -> Path:
     """Return the folder, beside a run's directory, of the file that names the store."""
     return directory.with_name(f".{directory.name.lstrip('.')}.elastic")

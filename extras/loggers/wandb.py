@@ -2,17 +2,15 @@
 
 import json
 import netrc
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from framework.checkpoint.manifest import candidates, step_of
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import Row, histograms, iterate_rows, scalars
-from framework.runs.provenance import Provenance
-from framework.runtime.environment import variables
 from framework.runtime.log import LOGGER
 
 
@@ -35,10 +33,10 @@ class Wandb:
     timeout_s: float
 
     def open(self, run: RunInfo) -> None:
-        variables().setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise errors, with their contents, go to its makers
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise errors, with their contents, go to its makers
         import wandb
 
-        mode = _MODES.get(variables().get("WANDB_MODE") if self.mode == "auto" else self.mode)
+        mode = _MODES.get(os.environ.get("WANDB_MODE") if self.mode == "auto" else self.mode)
         mode = mode or ("online" if _has_api_key() else "offline")
         if mode == "online" and not _has_api_key():
             LOGGER.warning("wandb has no API key (WANDB_API_KEY, or `wandb login`), so this run is recorded offline")
@@ -55,8 +53,7 @@ class Wandb:
         self._info = run
         # Earlier rows that wandb does not have. Offline these are all rows, because each start writes a new file, and a kill
         # loses unwritten rows. Online these are the rows that were not sent.
-        metrics = run.directory / "metrics.jsonl"
-        for row in iterate_rows(metrics, until=run.step) if metrics.exists() else ():
+        for row in iterate_rows(run.directory / "metrics.jsonl", until=run.step):
             self.log(row)
         if self.log_code:
             self._log_code(run)
@@ -78,7 +75,7 @@ class Wandb:
                 console="off",
                 silent=True,
                 disable_git=True,  # the URL of a remote may contain a token, and wandb hides only passwords
-                git_commit=Provenance(run.directory).commit,
+                git_commit=run.commit,
                 save_code=False,
                 init_timeout=self.timeout_s,
                 finish_timeout=self.timeout_s,
@@ -96,12 +93,12 @@ class Wandb:
             self._run.log({**scalars(row), **shown}, step=row["step"])
 
     def _log_code(self, run: RunInfo) -> None:
-        """Send the user's modules that the run reaches, according to the records of its starts."""
+        """Send the user's modules that the run reaches."""
         import wandb
 
         artifact = wandb.Artifact(f"code-{run.record_id}", type="code")
-        for name, path in Provenance(run.directory).files().items():
-            artifact.add_file(str(path), name=f"{name.replace('.', '/')}.py")
+        for name, path in run.code.items():
+            artifact.add_file(path, name=f"{name.replace('.', '/')}.py")
         self._run.log_artifact(artifact)
 
     def close(self, summary: dict[str, Any]) -> None:
@@ -138,8 +135,8 @@ class Wandb:
         import wandb
 
         best = summary["metrics"].get("val", {}).get("best", {}).get("step")
-        for path in reversed(candidates(self._info.directory / "checkpoints")):
-            step = step_of(path)
+        for path in sorted((self._info.directory / "checkpoints").glob("step_*")):
+            step = int(path.name.removeprefix("step_"))
             artifact = wandb.Artifact(f"checkpoint-{self._info.record_id}", type="checkpoint", metadata={"step": step})
             artifact.add_dir(str(path), policy="immutable")  # nothing changes the folder from now on, so no copy is needed
             self._run.log_artifact(artifact, aliases=[path.name, *(["best"] if step == best else [])])
@@ -152,9 +149,9 @@ _MODES: dict[str | None, Literal["online", "offline", "disabled"]] = {
 
 
 def _has_api_key() -> bool:
-    if variables().get("WANDB_API_KEY") is not None:
+    if os.environ.get("WANDB_API_KEY") is not None:
         return True
-    host = urlsplit(variables().get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:  # the file into which `wandb login` writes the key
         return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

@@ -8,7 +8,7 @@ import numpy as np
 
 from framework.config.identity import flat
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Histogram, Row, histograms, is_curve, iterate_rows, scalars
+from framework.runs.metrics_file import Histogram, Row, best_of_monitor, histograms, is_curve, iterate_rows, scalars
 
 
 class TensorBoard:
@@ -21,8 +21,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = run.directory / "tensorboard"
-        metrics = run.directory / "metrics.jsonl"
-        rows = list(iterate_rows(metrics, until=run.step)) if metrics.exists() else []
+        rows = list(iterate_rows(run.directory / "metrics.jsonl", until=run.step))
         missing = _missing(rows, directory)
         # TensorBoard hides what was written earlier for steps from purge_step on: rows that a kill has lost, and rows after
         # the checkpoint from which an interrupted run continues. The run writes these rows again
@@ -71,10 +70,8 @@ class TensorBoard:
         # the page shows the latest value of a tag, so a logged value needs no other tag
         metrics = {tag: value for rows in summary["metrics"].values() for tag, value in scalars(rows["last"]).items()
                    if is_curve(tag.partition("/")[2])}  # fmt: skip
-        monitor = str(summary.get("monitor"))
-        split, _, name = monitor.partition("/")
-        best = {f"best/{monitor}": value for value in [summary["metrics"].get(split, {}).get("best", {}).get(name)]
-                if value is not None}  # fmt: skip
+        value, _ = best_of_monitor(summary)
+        best = {} if value is None else {f"best/{summary['monitor']}": value}
         settings = flat(self._run.config).items()
         shown = {key: value if isinstance(value, (str, int, float)) else str(value) for key, value in settings}
         for part in hparams(shown, metrics | best):

@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 
 from framework.config.identity import flat
 from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, read_rows, scalars
-from framework.runs.provenance import Provenance
-from framework.runtime.environment import variables
+from framework.runs.metrics_file import Row, best_of_monitor, iterate_rows, scalars
 
 _MOST_METRICS = 1000  # per request
 _LONGEST_PARAMETER = 6000  # in characters
@@ -57,7 +55,7 @@ class MLflow:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        path, given = run.directory.resolve(), self.uri or variables().get("MLFLOW_TRACKING_URI")
+        path, given = run.directory.resolve(), self.uri or os.environ.get("MLFLOW_TRACKING_URI")
         root = path.parents[1] if path.name == run.run_id else path  # otherwise run.dir is in another place
         self._client = MlflowClient(given or f"sqlite:///{_database(root)}")
         self._info = run
@@ -73,12 +71,11 @@ class MLflow:
         made = self._client.create_run(experiment, run_name=f"{run.name}/{run.run_id}", tags=self._tags(run))
         self._id = made.info.run_id
         self._log_parameters(run.config)
-        for row in read_rows(run.directory / "metrics.jsonl", until=run.step):
+        for row in iterate_rows(run.directory / "metrics.jsonl", until=run.step):
             self.log(row)
 
     def _tags(self, run: RunInfo) -> dict[str, str]:
-        found = Provenance(run.directory).commit
-        commit = {"mlflow.source.git.commit": found} if found else {}
+        commit = {"mlflow.source.git.commit": run.commit} if run.commit else {}
         group = {"steadfast.group": run.group} if run.group else {}
         return {"steadfast.record": run.record_id, "steadfast.run": str(run.directory.resolve())} | commit | group
 
@@ -100,11 +97,9 @@ class MLflow:
     def close(self, summary: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        monitor = str(summary.get("monitor"))
-        split, _, name = monitor.partition("/")
-        best = summary.get("metrics", {}).get(split, {}).get("best", {}).get(name)
-        if isinstance(best, (int, float)):
-            metric = Metric(_name(f"best/{monitor}"), best, int(1000 * time.time()), summary["step"])
+        best, _ = best_of_monitor(summary)
+        if best is not None:
+            metric = Metric(_name(f"best/{summary['monitor']}"), best, int(1000 * time.time()), summary["step"])
             self._client.log_batch(self._id, metrics=[metric])
         weights = self._info.directory / "model.safetensors"
         if self.log_model and summary["status"] == "finished" and weights.is_file():

@@ -1,0 +1,1 @@
+"""Loggers: they use only what a logger of your own can use."""
