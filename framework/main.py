@@ -56,6 +56,10 @@ def main(arguments: list[str]) -> int:
         return Exit.FINISHED
     if any(override.key_or_group == "hydra.verbose" and override.value() for override in map(parse, overrides) if override):
         variables()["STEADFAST_VERBOSE"] = "1"
+    if flags.pop("--json", None) is not None:
+        if "mode=status" not in overrides:
+            return print_problems([Problem("--json", "is for status, show, diff and why", "steadfast status --json")])
+        variables()["STEADFAST_JSON"] = "1"
     if flags.keys() == {"--multirun"} or (not flags and not is_launched and is_multirun(overrides)):
         from framework.sweep.sweep import sweep  # imported late: a single run does not need it
 

@@ -240,3 +240,16 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(root: Path, damaged: Path
 def test_a_mistake_is_one_line(root: Path, words: list[str], code: int, answer: str) -> None:
     ended = asked(root, *words)
     assert ended.code == code and answer in ended.output, ended.output
+
+
+def test_the_same_is_told_as_json_for_programs(root: Path) -> None:
+    one, other = (str(run_called(root, name)) for name in ("one", "lr"))
+    shown = json.loads(asked(root, "show", other, "--json").output)
+    assert shown["run"][0].endswith(": finished") and shown["computes"]["optimizer.lr"] == "0.03"
+    assert "\n" in shown["result"]["next"]  # a text of several lines
+    assert "optimizer.lr" in json.loads(asked(root, "diff", one, other, "--json").output)["computed"]
+    assert json.loads(asked(root, "why", one, "--json").output)["result"]["best"]
+    rows = json.loads(asked(root, "status", "--json").output)
+    assert {row["state"] for row in rows} == {"finished"} and len(rows) == 5
+    wrong = asked(root, *SHORT, "--json")
+    assert wrong.code == 78 and wrong.output.startswith("--json: is for status, show, diff and why")

@@ -1,13 +1,14 @@
 """`steadfast show RUN`, `diff RUN RUN`, `why RUN`: the facts of a run, the differences of two, and the origin of a number."""
 
 import hashlib
+import json
 import math
 import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from framework.cli.run import checked_line
 from framework.config.compose import compose_line
@@ -36,15 +37,47 @@ def about_runs(command: str, arguments: list[str]) -> int:
     """Run `show`, `diff` or `why` with the arguments after it. Return the exit code."""
     work, count = _COMMANDS[command]
     roots = [text.removeprefix("run.root=") for text in arguments if text.startswith("run.root=")]
-    given = [text for text in arguments if not text.startswith("run.root=")]
+    is_json, given = "--json" in arguments, [text for text in arguments if not text.startswith(("run.root=", "--json"))]
     if len(given) != count or any(argument.startswith("-") for argument in given):
-        usage = " ".join(["steadfast", command, *["RUN"] * count, "[run.root=PATH]"])
+        usage = " ".join(["steadfast", command, *["RUN"] * count, "[run.root=PATH] [--json]"])
         return print_problems([Problem(command, f"needs {count} run{'s' * (count > 1)}", f"{usage}; RUN is {_RUN}")])
     found = [find(text, Path(roots[-1]) if roots else None) for text in given]
     if problems := [Problem(command, what, _RUN, code=Exit.NO_VALID_CHECKPOINT) for what in found if isinstance(what, str)]:
         return print_problems(problems)
-    print(redact("\n".join(map(printable, work(*found)))))
+    sections = work(*found)
+    if is_json:
+        print(redact(json.dumps({section.name: section.plain() for section in sections}, indent=2)))
+    else:
+        print(redact("\n".join(printable(line) for section in sections for line in section.lines()).strip("\n")))
     return Exit.FINISHED
+
+
+class Section(NamedTuple):
+    """A part of what a command tells: pairs, or lines. `name` is its key in JSON; without a title, lines are not indented."""
+
+    name: str
+    title: str
+    items: list[Any]
+
+    @property
+    def are_pairs(self) -> bool:
+        return bool(self.items) and isinstance(self.items[0], tuple)
+
+    def plain(self) -> Any:
+        """Return the items for JSON. A pair without a name goes on with the text of the pair before it."""
+        if not self.are_pairs:
+            return self.items
+        found: dict[str, str] = {}
+        for name, text in self.items:
+            last = name or list(found)[-1]
+            found[last] = f"{found[last]}\n{text}" if last in found else text
+        return found
+
+    def lines(self) -> list[str]:
+        lines = _aligned(self.items) if self.are_pairs else [f"{'  ' * bool(self.title)}{text}" for text in self.items]
+        left = len(lines) - _MOST_LINES if self.title else 0
+        lines = [*lines[:_MOST_LINES], f"  ... and {left} more"] if left > 0 else lines
+        return ["", self.title, *lines] if self.title and lines else lines
 
 
 def find(text: str, root: Path | None) -> Path | str:
@@ -63,17 +96,20 @@ def find(text: str, root: Path | None) -> Path | str:
 # --- show
 
 
-def _show(path: Path) -> list[str]:
+def _show(path: Path) -> list[Section]:
     directory, start = RunDirectory(path), Provenance(path).latest
     summary = directory.read_summary()
     step = last_step(summary, last_rows(directory.metrics))
     total = f" of {summary['total_steps']}" if "total_steps" in summary else ""
     known = [("directory", str(path.resolve())), ("step", f"{step:.0f}{total}")]
-    lines = [f"{_label_of(path)}: {_state_line(directory)}", *_aligned([*known, *result(directory, root=str(path.parent))])]
     computed, executed = _settings(path)
-    lines += _section("what it computes (without the defaults)", computed)
-    lines += _section("how it is executed", [*executed, *_execution(summary, start)])
-    return [*lines, *_section("files", _files(directory))]
+    return [
+        Section("run", "", [f"{_label_of(path)}: {_state_line(directory)}"]),
+        Section("result", "", [*known, *result(directory, root=str(path.parent))]),
+        Section("computes", "what it computes (without the defaults)", computed),
+        Section("executes", "how it is executed", [*executed, *_execution(summary, start)]),
+        Section("files", "files", _files(directory)),
+    ]
 
 
 def _settings(path: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -110,22 +146,21 @@ def _files(directory: RunDirectory) -> list[tuple[str, str]]:
 # --- diff
 
 
-def _diff(first: Path, second: Path) -> list[str]:
-    lines = [
-        f"A  {_label_of(first)}: {_state_line(RunDirectory(first))}",
-        f"B  {_label_of(second)}: {_state_line(RunDirectory(second))}",
-    ]
+def _diff(first: Path, second: Path) -> list[Section]:
     try:
         computed, executed = compare.config_differences(first, second)
     except ValueError as error:
         computed, executed = {"config.yaml": (str(error), "")}, {}
-    lines += _two("configuration: keys that decide the id of a run", computed)
-    lines += _two("configuration: other keys", executed)
-    code = compare.code_differences(first, second)
-    lines += _section("code", code or ["the same"], is_pairs=False)
-    lines += _two("environment of the latest start", compare.environment_differences(first, second))
-    lines += _section("rows of metrics.jsonl", _rows(compare.rows_difference(first, second)), is_pairs=False)
-    return lines + _section("final weights", [compare.weights_difference(first, second)], is_pairs=False)
+    return [
+        Section("runs", "", [(name, f"{_label_of(path)}: {_state_line(RunDirectory(path))}")
+                             for name, path in (("A", first), ("B", second))]),
+        _two("computed", "configuration: keys that decide the id of a run", computed),
+        _two("executed", "configuration: other keys", executed),
+        Section("code", "code", compare.code_differences(first, second) or ["the same"]),
+        _two("environment", "environment of the latest start", compare.environment_differences(first, second)),
+        Section("rows", "rows of metrics.jsonl", _rows(compare.rows_difference(first, second))),
+        Section("weights", "final weights", [compare.weights_difference(first, second)]),
+    ]  # fmt: skip
 
 
 def _rows(found: compare.RowsDifference) -> list[str]:
@@ -149,31 +184,31 @@ def _number(value: Any) -> str:
     return "a list" if isinstance(value, list) else repr(value)
 
 
-def _two(title: str, pairs: compare.TwoValues) -> list[str]:
+def _two(name: str, title: str, pairs: compare.TwoValues) -> Section:
     items = [(key, "  |  ".join(text or "-" for text in told_apart(pair))) for key, pair in pairs.items()]
-    return _section(title, items) or ["", title, "  the same"]
+    return Section(name, title, items or ["the same"])
 
 
 # --- why
 
 
-def _why(path: Path) -> list[str]:
+def _why(path: Path) -> list[Section]:
     found, directory = lineage(path), RunDirectory(path)
-    lines = [
-        f"{_label_of(path)}: {_state_line(directory)}",
-        *_aligned(pair for pair in result(directory, root="") if pair[0] in ("best", "val", "test")),
-    ]
+    facts = [pair for pair in result(directory, root="") if pair[0] in ("best", "val", "test")]
     if directory.weights.is_file():
         whole = directory.has_whole_weights
         digest = f"sha256 {checksum(directory.weights, hashlib.sha256)[1]}" if whole else "damaged: it is not safetensors"
-        lines += _aligned([("weights", f"model.safetensors, {digest}")])
-    lines += [
-        "",
-        f"It comes from {len(found)} run{'s' * (len(found) > 1)}, in this order:" if len(found) > 1 else "Its starts:",
-    ]
+        facts.append(("weights", f"model.safetensors, {digest}"))
+    title = f"It comes from {len(found)} run{'s' * (len(found) > 1)}, in this order:" if len(found) > 1 else "Its starts:"
+    lines = list[str]()
     for place, ancestor in enumerate(found, start=1):
-        lines += ["", *(f"{f'{place}. ' if not i else '   '}{line}" for i, line in enumerate(_ancestor(ancestor)))]
-    return lines
+        own = [f"{f'{place}. ' if not i else '   '}{line}" for i, line in enumerate(_ancestor(ancestor))]
+        lines += ["", *own]
+    return [
+        Section("run", "", [f"{_label_of(path)}: {_state_line(directory)}"]),
+        Section("result", "", facts),
+        Section("origin", "", ["", title, *lines]),
+    ]
 
 
 def _ancestor(ancestor: Ancestor) -> Iterable[str]:
@@ -256,14 +291,8 @@ def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
     return [f"  {name:{width}}  {text}" for name, text in pairs]
 
 
-def _section(title: str, items: list[Any], *, is_pairs: bool = True) -> list[str]:
-    lines = _aligned(items) if is_pairs else [f"  {text}" for text in items]
-    left = len(lines) - _MOST_LINES
-    return ["", title, *lines[:_MOST_LINES], *([f"  ... and {left} more"] if left > 0 else [])] if lines else []
-
-
 # --- the commands of the command line, by name
 
-_COMMANDS: dict[str, tuple[Callable[..., list[str]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (_why, 1)}
+_COMMANDS: dict[str, tuple[Callable[..., list[Section]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (_why, 1)}
 
 show, diff, trace = (partial(about_runs, name) for name in _COMMANDS)

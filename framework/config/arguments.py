@@ -12,7 +12,7 @@ from framework.runtime.program import shell_word
 
 _KEY = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 FOLDER_FLAGS = ("--config-dir", "--config-path", "--config-name")  # they can be combined with any other flag
-_ALONE = ("--help", "--resolve", "--multirun", "--hydra-help", "--version")  # flags without a value
+_ALONE = ("--help", "--resolve", "--multirun", "--hydra-help", "--version", "--json")  # flags without a value
 _SHORT = {"-h": "--help", "-c": "--cfg", "-m": "--multirun", "-sc": "--shell-completion",
           "-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name"}  # fmt: skip
 _CHOICES = {

@@ -32,8 +32,8 @@ class Mode:
 
 
 _HOW = ("mode", "run.dir", "run.root", "run.checkpoint")
-_FORWARD = ("parallel", "launch", "device", "backend", "precision", "micro_batch_size", "dataset.num_workers")
-_OF_EVALUATION, _OF_PREDICTION = (*_HOW, "eval", *_FORWARD), (*_HOW, "predict", *_FORWARD)
+_FORWARD = ("parallel", "launch", "device", "backend", "precision", "micro_batch_size")
+_OF_EVALUATION, _OF_PREDICTION = (*_HOW, "eval", *_FORWARD, "dataset"), (*_HOW, "predict", *_FORWARD, "dataset.num_workers")
 _OF_EXPORT = (*_HOW, "export", "launch")
 _LAUNCH = "framework.cli.run.launch"
 _MODES = (

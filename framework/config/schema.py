@@ -1,5 +1,7 @@
 """The typed configuration: sections, the types of their keys, and the rules in a section."""
 
+import copy
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -146,13 +148,18 @@ class RunConfig(Section):
         """
         how = {"mode", "eval", "export", "predict", "parallel", "launch", "device", "backend"}
         how |= {"precision", "micro_batch_size", "metric"} & {key.partition(".")[0] for key in given}
-        workers = {"num_workers": asked.dataset["num_workers"]} if "dataset.num_workers" in given else {}
+        keys = [key.split(".")[1:] for key in given if key.startswith("dataset.")]
+        dataset = asked.dataset if "dataset" in given else copy.deepcopy(self.dataset)  # other data, or other keys of the same
+        for *above, last in keys if "dataset" not in given else ():
+            functools.reduce(lambda node, name: node.setdefault(name, {}), above, dataset)[last] = functools.reduce(
+                dict.__getitem__, [*above, last], asked.dataset
+            )
         off: dict[str, Any] = dict.fromkeys(
             ("compile", "activation_checkpointing", "activation_offload", "sync_batchnorm"), False
         )
         off |= {"limit_batches": None, "overfit_batches": None}
         changed = {
-            "dataset": self.dataset | workers,
+            "dataset": dataset,
             "run": asked.run.model_copy(update={"id": self.run.id}),
             "model": {name: value for name, value in self.model.items() if name not in INIT},
             "trainer": self.trainer.model_copy(update=off),

@@ -9,6 +9,8 @@ from typing import Any
 
 from framework.build.training import Builder
 from framework.config.folders import option_of
+from framework.config.frozen_file import recall
+from framework.config.identity import flat
 from framework.data.fingerprint import changes, fingerprint
 from framework.data.loader import Loader
 from framework.distributed.world import World
@@ -20,6 +22,7 @@ from framework.runs.provenance import Provenance
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
+from framework.runtime.problem import shown
 from framework.training.evaluation import measure, measured_by_task, totals
 from framework.training.metrics import finite
 from framework.training.tracking import combined
@@ -33,7 +36,9 @@ def evaluate(build: Builder) -> Exit:
     splits = build.splits(dp_rank=engine.dp_rank, dp_size=engine.dp_size)
     try:
         loader = splits.loader(config.eval.split)
-        before = Provenance(directory.path).data(config.eval.split) if world.rank == 0 else {}
+        own = recall(directory.path)["dataset"]
+        is_own = {**own, "num_workers": 0} == {**config.dataset, "num_workers": 0}
+        before = Provenance(directory.path).data(config.eval.split) if world.rank == 0 and is_own else {}
         if before and (lines := changes(before, fingerprint(loader.source, seed=config.seed), but_for_rounding=True)):
             LOGGER.warning("the data of %s have changed since the run: %s", config.eval.split, "; ".join(lines))
         world.at("evaluation", step=model.step or 0)
@@ -47,6 +52,7 @@ def evaluate(build: Builder) -> Exit:
             "precision": config.precision.name,
             "parallel": option_of("parallel", config.parallel),
             "world_size": world.world_size,
+            **({} if is_own else {"dataset": _other(own, config.dataset)}),
         }
         row |= {f"eval_{name}" if name in row else name: fact for name, fact in facts.items()}  # a metric may be a `precision`
         if world.rank == 0:
@@ -60,6 +66,14 @@ def evaluate(build: Builder) -> Exit:
     if world.rank == 0:
         LOGGER.info("added to %s", directory.evaluations)
     return Exit.FINISHED
+
+
+def _other(own: dict[str, Any], given: dict[str, Any]) -> str:
+    """Return what data these are: the option's name, or the keys that are not those of the run."""
+    if own["_target_"] != given["_target_"]:
+        return option_of("dataset", given)
+    ours, theirs = flat(own), flat(given)
+    return " ".join(f"{key}={shown(value)}" for key, value in theirs.items() if value != ours.get(key) and key != "num_workers")
 
 
 def until_signal(loader: Loader, world: World) -> Iterator[Step]:

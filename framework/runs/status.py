@@ -1,5 +1,6 @@
 """The states of runs, from the runs' directories, and from Slurm for runs in its queue; and their table (mode=status)."""
 
+import json
 import math
 import re
 import sys
@@ -13,6 +14,7 @@ from framework.runs.metrics_file import Row, last_rows, number
 from framework.runs.report import count_states, name_below, printable
 from framework.runs.settings import differences
 from framework.runtime import slurm
+from framework.runtime.environment import variables
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.slurm import QueuedJob, SlurmFailed
@@ -104,8 +106,6 @@ def print_table(
     `values` describe how each run differs from the others of its sweep. With None, the configurations are compared. `pruned`
     are the runs that a search has ended.
     """
-    from rich.console import Console
-
     odd = {directory.path: files for directory in directories if (files := directory.odd_files())}
     sound = [directory for directory in directories if directory.path not in odd]
     found = standings(sound)
@@ -121,6 +121,11 @@ def print_table(
         else:
             cells |= _cells(directory, found[directory.path])
         rows.append({name: printable(text) for name, text in cells.items()})
+    if variables().get("STEADFAST_JSON"):
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _WHOLE)  # a file has whole lines
     table = _table(rows)
     if console.measure(table, options=console.options.update(width=_WHOLE)).maximum > console.width:
