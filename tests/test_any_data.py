@@ -205,7 +205,7 @@ def test_missing_splits_are_shares_of_the_first_and_share_no_sample(one: Make) -
     from framework.data.map_style import MapStyle
 
     data = MapStyle(train=lambda: Pictures(), shares={"val": 0.2, "test": 0.1})
-    numbers = [set(data.load(split)._numbers) for split in ("train", "val", "test")]  # type: ignore[attr-defined, arg-type]
+    numbers = [set(data.load(split)._numbers) for split in ("train", "val", "test")]
     assert [len(part) for part in numbers] == [28, 8, 4] and set.union(*numbers) == set(range(40))
 
 

@@ -58,7 +58,7 @@ def test_a_run_of_a_version_with_fewer_keys_is_evaluated_and_loaded(tmp_path: Pa
     config = recall(copy)
     for key in ("drop_last", "eval", "export", "logger", "trainer.divergence.back", "trainer.early_stopping.min_delta"):
         *sections, last = key.split(".")
-        del functools.reduce(dict.__getitem__, sections, config)[last]  # type: ignore[arg-type]  # a section
+        del functools.reduce(dict.__getitem__, sections, config)[last]  # a section
     freeze(config, copy)
     assert_equal(evaluated(copy, root=tmp_path / "none"), run().rows[-1])
     assert not load(copy).training

@@ -155,7 +155,7 @@ def spoil_weights() -> None:
 
 
 def hide_onnxruntime() -> None:
-    sys.modules["onnxruntime"] = None  # type: ignore[assignment]  # as if it were not installed
+    sys.modules["onnxruntime"] = None  # as if it were not installed
 
 
 def test_without_onnx_there_are_the_others_and_a_line(tmp_path: Path) -> None:

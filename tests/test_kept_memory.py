@@ -52,7 +52,7 @@ def measure(folder: Path) -> None:
         }
         (folder / f"bytes_{trainers[0].world.rank}.json").write_text(json.dumps(found))
 
-    Trainer.fit, Update.take = noted_fit, noted_take  # type: ignore[method-assign]
+    Trainer.fit, Update.take = noted_fit, noted_take
 
 
 @pytest.mark.quick(3)

@@ -133,7 +133,7 @@ def test_tensorboard_holds_each_step_once_after_kills(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_checkpoint(tmp_path: Path) -> None:
     def lose() -> None:
-        TensorBoard.log = lambda self, row: None  # type: ignore[method-assign]  # as a buffer that is never written
+        TensorBoard.log = lambda self, row: None  # as a buffer that is never written
         after_step(6, crash)()
 
     line = [*RUN, "logger=tensorboard"]
@@ -143,7 +143,10 @@ def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_chec
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
 
 
-def test_tensorboard_has_the_hparams_with_the_final_and_the_best_metrics(tmp_path: Path) -> None:
+def test_tensorboard_has_the_hparams_the_final_and_best_metrics_and_the_first_images_once_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    from PIL import Image
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     line = [*RUN, "logger=tensorboard", "optimizer.lr=0.01"]
@@ -162,6 +165,11 @@ def test_tensorboard_has_the_hparams_with_the_final_and_the_best_metrics(tmp_pat
     assert measured == {"best/val/loss", *columns}
     assert_equal(tensorboard_scalars(run.directory, splits=("final", "best")), {("best/val/loss", 16): best})
     assert {tag.partition("/")[0] for tag in reader.Tags()["scalars"]} == {"train", "val", "test", "best"}
+    (event,) = reader.Images("samples")
+    shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+    squares = {shown[y : y + 8, x : x + 8].tobytes() for y in range(shown.shape[0] - 7) for x in range(shown.shape[1] - 7)}
+    images, _ = Synthetic(num_train=64, num_val=20, num_test=20, image_size=8).load("train").gather(np.arange(8))
+    assert all(image.transpose(1, 2, 0).tobytes() in squares for image in images)
 
 
 HISTOGRAMS = [*RUN, "part=histograms", "part.histograms.every=5", "part.histograms.bins=7"]
@@ -261,23 +269,6 @@ def test_mlflow_has_the_values_of_a_step_that_was_taken_again_under_any_name(tmp
     }
 
 
-def test_tensorboard_shows_the_first_training_images_when(tmp_path: Path) -> None:
-    from PIL import Image
-
-    line = [*RUN, "logger=tensorboard"]
-    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
-    run = finished(*line, root=tmp_path / "runs")
-    (event,) = tensorboard_events(run.directory).Images("samples")
-    shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
-    images, _ = Synthetic(num_train=64, num_val=20, num_test=20, image_size=8).load("train").gather(np.arange(8))
-    for image in images:
-        assert any(
-            np.array_equal(shown[y : y + 8, x : x + 8], image.transpose(1, 2, 0))
-            for y in range(shown.shape[0] - 7)
-            for x in range(shown.shape[1] - 7)
-        )
-
-
 def test_tensorboard_shows_the_first_training_texts(tmp_path: Path) -> None:
     (tmp_path / "poem.txt").write_text("Tyger Tyger, burning bright,\n  In the forests of the night;\n" * 40)
     run = finished(
@@ -331,7 +322,7 @@ def test_wandb_is_one_run_equal_to_metrics_jsonl_after_resumes(tmp_path: Path) -
         ended = command(*line, root=root, before=lambda plants=plants: [plant() for plant in plants] and None)
         assert ended.code != 0, ended.output
         before = len(files_below(root, "*.wandb"))
-        is_there = lambda n=before: len(files_below(root, "*.wandb")) > n  # type: ignore[misc]  # noqa: E731
+        is_there = lambda n=before: len(files_below(root, "*.wandb")) > n  # noqa: E731
     run = finished(*line, root=root)
     assert run.summary["restarts"] == 2
     assert [path.name for path in tmp_path.glob("opened_by_rank_*")] == ["opened_by_rank_0"]
@@ -475,65 +466,59 @@ def test_online_steps_never_go_backwards_and_none_is_lost(tmp_path: Path) -> Non
 # --- a sink that fails
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("method", ["log", "open", "close"])
-def test_a_sink_that_raises_is_a_warning_and_the_run_finishes(method: str, tmp_path: Path) -> None:
+def fail() -> None:
+    raise ConnectionError("the planted failure")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+HANGS = {"TIMEOUT_S": 0.2, "_MARGIN_S": 0.2}
+FAULTS = {  # a method of a sink, what it does, settings of its process, and what is said
+    "raises": ("log", fail, {}, "the planted failure"),
+    "dies": ("log", die, {}, "its process died"),
+    "takes nothing": ("__init__", signal.pause, {"_MOST_BYTES": -1}, "it reads nothing"),
+    "raises when it is opened": ("open", fail, {}, "the planted failure"),
+    "raises when it is closed": ("close", fail, {}, "the planted failure"),
+    "hangs": ("__init__", signal.pause, HANGS, "it did not end within 0 s"),
+    "hangs when it is closed": ("close", signal.pause, HANGS, "it did not end within 0 s"),
+}
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_sink_that_fails_is_a_warning_and_the_run_and_other_sinks_go_on(fault: str, tmp_path: Path) -> None:
+    method, act, settings, words = FAULTS[fault]
+
+    def note_and_act(*_: object) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        act()
+
     def plant() -> None:
-        def fail(self: TensorBoard, *args: object) -> None:
-            raise ConnectionError("the planted failure")
+        for name, value in settings.items():
+            setattr(background, name, value)
+        setattr(TensorBoard, method, note_and_act)
 
-        setattr(TensorBoard, method, fail)
-
-    run = finished(*RUN, *DDP, "logger=tensorboard", root=tmp_path / "runs", before=plant)
-    warning = "WARNING: logger tensorboard is off for the rest of this run: the planted failure"
-    assert run.output.count(warning) == run.output.count("WARNING") == 1
-    assert run.summary["status"] == "finished" and len(run.rows) == 16 + 4 + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["__init__", "close"])
-def test_a_sink_that_hangs_is_a_warning_and_the_run_finishes(method: str, tmp_path: Path) -> None:
-    def plant() -> None:
-        background.TIMEOUT_S = background._MARGIN_S = 0.2
-        setattr(TensorBoard, method, lambda self, *args: [(tmp_path / "pid").write_text(str(os.getpid())), signal.pause()])
-
-    run = finished(*RUN, *OFFLINE, "logger=[tensorboard,wandb]", root=tmp_path / "runs", before=plant)
-    warning = "WARNING: logger tensorboard is off for the rest of this run: it did not end within 0 s"
-    assert run.output.count(warning) == run.output.count("WARNING") == 1
-    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+    others = [*OFFLINE, "logger=[tensorboard,wandb]"] if settings is HANGS else ["logger=tensorboard"]
+    run = finished(*RUN, *others, root=tmp_path / "runs", before=plant)
+    warning = f"WARNING: logger tensorboard is off for the rest of this run: {words}"
+    assert run.output.count(warning) == run.output.count("WARNING") == 1, run.output
+    assert run.summary["unlogged"] == ["tensorboard"]
     assert_same_bits(run, base())
-    assert_equal(wandb_rows(wandb_files(run.directory)[0]), scalars_of(run.rows))  # the others go on
+    wait_for(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), what="its process's end")
+    for file in wandb_files(run.directory):
+        assert_equal(wandb_rows(file), scalars_of(run.rows))
 
 
 def test_a_sink_has_no_longer_than_is_left_before_the_signal_that_kills(tmp_path: Path) -> None:
     def plant() -> None:
-        TensorBoard.close = lambda self, summary: signal.pause()  # type: ignore[method-assign,assignment,misc,return-value]
+        TensorBoard.close = lambda self, summary: signal.pause()
         after_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))()
 
     stopped = command(*RUN, "logger=tensorboard", "launch.grace_s=2", root=tmp_path / "runs", before=plant)
     assert stopped.code == 75
     assert re.search(r"logger tensorboard is off for the rest of this run: it did not end within [012] s", stopped.output)
-
-
-def test_a_sink_that_dies_is_a_warning_and_the_run_finishes(tmp_path: Path) -> None:
-    def plant() -> None:
-        TensorBoard.log = lambda self, row: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-
-    run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
-    warning = "WARNING: logger tensorboard is off for the rest of this run: its process died"
-    assert run.output.count(warning) == run.output.count("WARNING") == 1
-    assert_same_bits(run, base())
-    assert run.summary["unlogged"] == ["tensorboard"]
-
-
-def test_a_sink_that_takes_nothing_is_given_up_when_too_much_waits_for_it(tmp_path: Path) -> None:
-    def plant() -> None:
-        background._MOST_BYTES = -1
-        TensorBoard.__init__ = lambda self: signal.pause()  # type: ignore[method-assign,misc,assignment,return-value]
-
-    run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
-    assert run.output.count("logger tensorboard is off for the rest of this run: it reads nothing") == 1
-    assert_same_bits(run, base())
 
 
 def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
@@ -542,7 +527,7 @@ def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
         after_step(6, when((tmp_path / "pid").exists, crash))()
 
     assert command(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant).code == -signal.SIGKILL
-    when(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), lambda: None)()
+    wait_for(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), what="its end")
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_plain_numbers_are_sums_and_weights() -> None:
     assert {value.dtype for name, value in found.items() if name != "loss"} == {torch.float64}
     for wrong in (None, "3", [3.0], torch.ones(2)):
         with pytest.raises(Unfit, match="task: loss is .* number or a tensor of shape"):
-            as_sums({"loss": (torch.tensor(6.0), wrong)})  # type: ignore[dict-item]
+            as_sums({"loss": (torch.tensor(6.0), wrong)})
     with pytest.raises(TypeError, match="loss is a float, but it must be a tensor"):
         loss_in({"loss": (6.0, 4)})
 
@@ -172,7 +172,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 def spend(speed: Speed, clock: Clock, **seconds: float) -> None:
     for phase, spent in seconds.items():
-        speed.enter(phase)  # type: ignore[arg-type]
+        speed.enter(phase)
         clock.now += spent
 
 
@@ -322,7 +322,7 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(tmp_path: Path) -> None:
     with torch.device("meta"):
         needed = flops.flops_per_sample(
             components.model(config.model, seed=config.seed), components.example(components.dataset(config.dataset).info)
-        )  # type: ignore[arg-type]
+        )
     assert needed
     for row in rows_of(run, "train"):
         assert row["mfu"] == pytest.approx(row["samples_per_s"] * needed / 2e9)

@@ -128,7 +128,7 @@ def test_training_goes_on_while_the_store_refuses(server: S3Server, store: str, 
 @pytest.mark.slow
 def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(server: S3Server, store: str, tmp_path: Path) -> None:
     def plant() -> None:
-        framework.launch.mirrored._PATIENCE_S = 2.0  # type: ignore[attr-defined]
+        framework.launch.mirrored._PATIENCE_S = 2.0
         after_step(10, together(lambda: wait_for_step(store, 8), server.refuse))()
 
     line = [*RUN, f"run.mirror={store}"]

@@ -389,7 +389,7 @@ def moves(
         count += 1
         return plain(matrix)
 
-    made._orthogonalise = counted  # type: ignore[method-assign]
+    made._orthogonalise = counted
     seen = 0
 
     def exchange(matrices: list[Tensor]) -> None:

@@ -229,7 +229,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
 
     nets = types.ModuleType("nets")
     monkeypatch.setitem(sys.modules, "nets", nets)
-    nets.net = net  # type: ignore[attr-defined]
+    nets.net = net
     assert complete_model({"_target_": "nets.net"}, info)[0] == {"_target_": "nets.net", "num_classes": 10, "img_size": 8}
     asked = {"_target_": "nets.net", "num_channels": None, "num_classes": 3, "img_size": 4}
     assert complete_model(asked, info)[0] == asked | {"num_channels": 1}

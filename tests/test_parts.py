@@ -81,7 +81,7 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_weights(tmp_path: Path) 
     assert mean == pytest.approx((values[3] + values[5] + values[7]) / 3)
     line = [*GPT, "part=swa", "part.swa.start=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
     ended = finished(*line, root=tmp_path / "runs")
-    weights: dict[str, list] = {}  # type: ignore[type-arg]
+    weights: dict[str, list] = {}
     for folder in sorted((ended.directory / "checkpoints").iterdir()):
         for file in folder.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
@@ -95,7 +95,7 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_weights(tmp_path: Path) 
             assert (final.get_tensor(key) - expected).abs().max() < 1e-12, key
 
 
-def checked_weights(line: list[str]) -> dict:  # type: ignore[type-arg]
+def checked_weights(line: list[str]) -> dict:
     config = checked(*line)
     return dict(components.model(config.model, seed=config.seed).double().state_dict())
 
@@ -256,7 +256,7 @@ def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(
         engine=SimpleNamespace(parts={}), trained=dict, any=lambda flag: asked.append(flag), stopped="", step=0, seed=0,
         device=torch.device("cpu"), has_row=False,
     )  # fmt: skip
-    held = LoopParts(dict(enumerate(parts)), loop)  # type: ignore[arg-type]
+    held = LoopParts(dict(enumerate(parts)), loop)
     for number in range(4):
         held.begin_step(Step(0, 1, []), has_row=number == 3)
         held.step_taken()

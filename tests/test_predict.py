@@ -66,7 +66,7 @@ def predicted(run: Path, *overrides: str, root: Path, name: str = "test") -> tup
 def expected(run: Ended, split: str, *, checkpoint: int | str = "final") -> Tensor:
     """Return the model's outputs on the split, as plain PyTorch computes them."""
     dataset = components.dataset(recall(run.directory)["dataset"])
-    source = dataset.load(split)  # type: ignore[arg-type]
+    source = dataset.load(split)
     stored = map(torch.from_numpy, source.gather(np.arange(len(source))))
     inputs, _ = dataset.transform(*stored, keys=None)
     model = load(run.directory, checkpoint=checkpoint).double()

@@ -28,6 +28,10 @@ def model(name: str) -> list[str]:
     return [*RUN, f"model._target_=tests.faulty.{name}"]
 
 
+def counts(kind: str) -> list[str]:
+    return [*model("Counts"), f"+model.kind={kind}"]
+
+
 def task(name: str) -> list[str]:
     return [*model("Net"), f"task._target_=tests.faulty.{name}", "task.label_smoothing=0.0"]
 
@@ -99,10 +103,10 @@ FOUND = {
     "data that evaluations cannot have": ([*dataset("Keyed"), "dataset.augment=true"], "dataset: its validation split ..."),
     "what is drawn once for all": (model("Cached"), "model: restored from a checkpoint, it computes different results ..."),
     "what is drawn once for all, on two": ([*model("Cached"), "parallel=ddp", TWO, "micro_batch_size=4"], "..."),
-    "a hook with a dictionary": (model("PartialHook"), LATER),
-    "a static method": (model("Static"), LATER),
-    "a counter behind much": (model("BehindMuch"), LATER),
-    "a number of C": (model("OfC"), LATER),
+    "a hook": (counts("hook"), LATER),
+    "a default": (counts("default"), LATER),
+    "a counter behind much": (counts("much"), LATER),
+    "a number of C": (counts("c"), LATER),
     "a hidden model": (model("Hidden2"), "model: restored from a checkpoint, an evaluation gives a different loss ... register_buffer() ..."),
     "an evaluation that moves a buffer": ([*model("Calibrated"), "parallel=ddp", TWO], "model: an evaluation changes its buffer largest ..."),
     "an evaluation that trains": (model("TrainsOn"), "model: an evaluation puts the model into training mode ..."),
@@ -290,15 +294,11 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
 GOES_ON = {
     "a counter": ([*model("Patient"), "+model.kind=counter"], "model: num_calls ... no checkpoint ... register_buffer() ..."),
     "an object": ([*model("Patient"), "+model.kind=object"], LATER),
-    "an object that can be called": (model("Scheduled"), LATER),
     "a mean teacher": (model("Teacher2"), "model: ... different results ... register_buffer() ..."),
-    "a default": ([*model("Defaults"), "+model.kind=default"], LATER),
-    "a hook": ([*model("Defaults"), "+model.kind=hook"], LATER),
-    "an attribute of a parameter": ([*model("Defaults"), "+model.kind=attribute"], LATER),
-    "an iterator": ([*model("Defaults"), "+model.kind=iterator"], LATER),
-    "a closure": (model("Closed"), LATER),
-    "a class": (model("OfClass"), LATER),
-    "a global variable": (model("OfModule"), LATER),
+    **{
+        f"a count in: {kind}": (counts(kind), LATER)
+        for kind in ("object", "attribute", "iterator", "closure", "class", "global")
+    },
     "a counter in the task": (task("Annealed"), "task: num_calls ... no checkpoint ..."),
 }
 

@@ -234,7 +234,7 @@ TEXTS = {
     "empty": (b"", "is damaged"),
 }
 UNSEALED |= {
-    f"a_manifest_{label}": (reason, lambda path, outside, text=text: (path / MANIFEST).write_bytes(text))  # type: ignore[misc]
+    f"a_manifest_{label}": (reason, lambda path, outside, text=text: (path / MANIFEST).write_bytes(text))
     for label, (text, reason) in TEXTS.items()
 }
 VALUES: dict[str, Any] = {
@@ -252,7 +252,7 @@ VALUES: dict[str, Any] = {
     "unknown": [1],
 }
 SEALED |= {
-    f"a_state_with_{key}_{number}": (NO_STATE, lambda path, outside, key=key, value=value: set_state(path, key, value))  # type: ignore[misc]
+    f"a_state_with_{key}_{number}": (NO_STATE, lambda path, outside, key=key, value=value: set_state(path, key, value))
     for key, values in VALUES.items()
     for number, value in enumerate(values)
 }

@@ -24,7 +24,7 @@ def pace(folder: Path) -> Callable[[], None]:
         original = Trainer.train_step
 
         def train_step(trainer: Trainer, *args: object, **kwargs: object) -> object:
-            result = original(trainer, *args, **kwargs)  # type: ignore[arg-type]
+            result = original(trainer, *args, **kwargs)
             with open(folder / "steps", "a") as file:
                 world = trainer.world
                 file.write(f"{time.time()} {trainer.progress.step} {world.rank} {world.world_size}\n")
@@ -32,7 +32,7 @@ def pace(folder: Path) -> Callable[[], None]:
                 time.sleep(float((folder / "slow").read_text() or 0.3))
             return result
 
-        Trainer.train_step = train_step  # type: ignore[method-assign,assignment]
+        Trainer.train_step = train_step
 
     return plant
 

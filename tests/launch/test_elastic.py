@@ -269,7 +269,7 @@ def test_another_command_on_another_node_is_refused(cluster: Callable[..., Clust
 def test_a_node_with_another_time_is_refused(cluster: Callable[..., Cluster]) -> None:
     def be_late() -> None:
         clock = SimpleNamespace(time=lambda: time.time() - 60, monotonic=time.monotonic, sleep=time.sleep)
-        framework.launch.elastic.meeting.time = clock  # type: ignore[attr-defined]
+        framework.launch.elastic.meeting.time = clock
 
     both = cluster(*RUN, *ELASTIC)
     both.start()

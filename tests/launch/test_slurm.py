@@ -377,7 +377,7 @@ def test_without_submitit_a_job_is_refused_before_the_rehearsal(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plant() -> None:
-        sys.modules["submitit"] = None  # type: ignore[assignment]
+        sys.modules["submitit"] = None
         sys.modules.pop("framework.preflight.rehearsal", None)
         monkeypatch.setattr("framework.preflight.dry_build.dry_build", lambda config: [])
         monkeypatch.setattr("framework.preflight.rehearsal.rehearse", lambda *_, **__: pytest.fail("it has begun"))

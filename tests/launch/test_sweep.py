@@ -62,7 +62,7 @@ def alone() -> None:
         assert not left, left
         return original(self, job, *args, **kwargs)
 
-    Pool._started = started  # type: ignore[method-assign]
+    Pool._started = started
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def no_process() -> None:
     def started(self: Pool, job: Job, *args: Any, **kwargs: Any) -> None:
         raise AssertionError(f"{job} was started")
 
-    Pool._started = started  # type: ignore[assignment]
+    Pool._started = started
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def in_second_job(act: Callable[[], None]) -> Callable[[], None]:
                 after_step(9, act)()
             return original(self, job, *args, **kwargs)
 
-        Pool._started = started  # type: ignore[method-assign]
+        Pool._started = started
 
     return plant
 

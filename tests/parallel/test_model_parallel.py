@@ -55,7 +55,7 @@ def test_several_devices_compute_what_one_does(model: str, strategy: str, ranks:
 
 def test_emulated_devices_refuse_what_cuda_would(tmp_path: Path) -> None:
     def leave_inputs_where_they_are() -> None:
-        model_parallel._move = lambda tree, device: tree  # type: ignore[method-assign]
+        model_parallel._move = lambda tree, device: tree
 
     before = on_emulated(2, leave_inputs_where_they_are)
     run = command(*RUN, *MODELS["mlp"], "parallel=model-parallel", root=tmp_path / "runs", before=before)

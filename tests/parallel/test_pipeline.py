@@ -84,7 +84,7 @@ def test_two_stages_of_an_own_forward_on_a_process_are_not_sharded(tmp_path: Pat
 def sent_types(model: nn.Module, *, autocast: torch.dtype | None, dtype: Any = None) -> list[torch.dtype]:
     tokens = torch.zeros(2, 6, dtype=torch.long)
     give_example(model, tokens)
-    forward = Forward(object(), seed=0, devices=[torch.device("cpu")], autocast=autocast)  # type: ignore[arg-type]
+    forward = Forward(object(), seed=0, devices=[torch.device("cpu")], autocast=autocast)
     chain = chain_for(model)
     count = chain.num_links if isinstance(chain, OwnForward) else len(chain_of(model) or [])
     spans = [range(i, i + 1) for i in range(count)]
