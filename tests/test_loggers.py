@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,18 @@ from framework.loggers.tensorboard import TensorBoard
 from framework.loggers.wandb import Wandb
 from framework.runs.metrics_file import MACHINE
 from framework.training.loop import Trainer
-from tests.harness import Ended, after_each, assert_same_bits, before_each, command, files_below, finished, once, wait_for
+from tests.harness import (
+    Ended,
+    after_each,
+    assert_same_bits,
+    before_each,
+    command,
+    files_below,
+    finished,
+    once,
+    together,
+    wait_for,
+)  # fmt: skip
 from tests.test_resume import after_step, crash, preempt
 from tests.wandb_server import WandbServer, wandb_server
 
@@ -316,25 +328,22 @@ def note_processes(folder: Path) -> Callable[[], None]:
 
 def test_wandb_is_one_run_equal_to_metrics_jsonl_after_resumes(tmp_path: Path) -> None:
     line, root = [*RUN, *DDP, *OFFLINE], tmp_path / "runs"
-    is_there = lambda: written(root, "*.wandb")  # noqa: E731
-    for step, act in ((5, preempt), (9, crash)):  # a preempted one may take a step more
-        plants = [note_processes(tmp_path), after_step(step, when(is_there, act))]
-        ended = command(*line, root=root, before=lambda plants=plants: [plant() for plant in plants] and None)
-        assert ended.code != 0, ended.output
-        before = len(files_below(root, "*.wandb"))
-        is_there = lambda n=before: len(files_below(root, "*.wandb")) > n  # noqa: E731
+    killed = after_step(9, when(lambda: written(root, "*.wandb"), crash))
+    assert command(*line, "launch.max_restarts=0", root=root, before=together(note_processes(tmp_path), killed)).code != 0
     run = finished(*line, root=root)
-    assert run.summary["restarts"] == 2
+    assert run.summary["restarts"] == 1
     assert [path.name for path in tmp_path.glob("opened_by_rank_*")] == ["opened_by_rank_0"]
     files = wandb_files(run.directory)
-    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 3  # a file for each start, one id
+    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 2  # a file for each start, one id
     assert_equal(wandb_rows(files[-1]), scalars_of(run.rows))  # the last holds what the others may have lost
 
 
 def test_wandb_has_the_configuration_as_a_tree_the_last_and_best_metrics_and_on_demand_the_checkpoints(tmp_path: Path) -> None:
     more = ["logger.wandb.tags=[a,b]", "run.group=those", "logger.wandb.log_checkpoints=true"]
-    run = finished(*RUN, *OFFLINE, *more, root=tmp_path / "runs")
-    (file,) = wandb_files(run.directory)
+    auto = ["logger=wandb", "logger.wandb.mode=auto"]
+    run = finished(*RUN, *auto, *more, root=tmp_path / "runs", before=partial(use_wandb_key, None, tmp_path))
+    assert "WARNING" not in run.output
+    (file,) = wandb_files(run.directory)  # offline, without a key
     config = {item.key: json.loads(item.value_json) for item in wandb_run(file).config.update}
     frozen = yaml.safe_load((run.directory / "config.yaml").read_text())
     assert {name: config[name] for name in frozen if name != "hash"} == {k: v for k, v in frozen.items() if k != "hash"}
@@ -348,10 +357,11 @@ def test_wandb_has_the_configuration_as_a_tree_the_last_and_best_metrics_and_on_
     assert_holds_the_kept_checkpoints(file, run)
 
 
-def test_the_record_keeps_its_id_where_a_run_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_record_s_id_and_when_it_began(tmp_path: Path) -> None:
     killed = command(*RUN, root=tmp_path / "runs", before=after_step(2, crash))
     assert not (killed.directory / "checkpoints").exists()
-    assert finished(*RUN, root=tmp_path / "runs").summary["record_id"] == killed.summary["record_id"]
+    again, before = finished(*RUN, root=tmp_path / "runs").summary, killed.summary
+    assert (again["record_id"], again["began"]) == (before["record_id"], before["began"])
 
 
 def test_another_run_and_one_that_starts_over_have_ids_of_their_own(tmp_path: Path) -> None:
@@ -377,19 +387,19 @@ def assert_holds_the_kept_checkpoints(file: Path, run: Ended) -> None:
     assert len(kept) == 2
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("mode", "key", "folders"), [("auto", None, "offline-run-*"), ("disabled", "k" * 40, None), ("offline", "k" * 40, "offline-run-*")]
-)  # fmt: skip
-def test_wandb_is_offline_without_an_api_key(mode: str, key: str | None, folders: str | None, tmp_path: Path) -> None:
-    def environment() -> None:
-        os.environ.pop("WANDB_MODE", None)
-        os.environ |= {"NETRC": str(tmp_path / "none"), "HOME": str(tmp_path)} | ({"WANDB_API_KEY": key} if key else {})
+def use_wandb_key(key: str | None, home: Path) -> None:
+    """Be a user with this key, or with none."""
+    os.environ.pop("WANDB_MODE", None)
+    os.environ |= {"NETRC": str(home / "none"), "HOME": str(home)} | ({"WANDB_API_KEY": key} if key else {})
 
-    run = finished(*RUN, "logger=wandb", f"logger.wandb.mode={mode}", root=tmp_path / "runs", before=environment)
-    found = [path.name for path in run.directory.glob("wandb/*run-*") if path.name != "latest-run"]
-    assert len(found) == (folders is not None) and all(Path(name).match(folders or "") for name in found)
-    assert "WARNING" not in run.output
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "count"), [("disabled", 0), ("offline", 1)])
+def test_a_mode_of_wandb_counts_more_than_an_api_key(mode: str, count: int, tmp_path: Path) -> None:
+    with_key = partial(use_wandb_key, "k" * 40, tmp_path)
+    run = finished(*RUN, "logger=wandb", f"logger.wandb.mode={mode}", root=tmp_path / "runs", before=with_key)
+    found = [path for path in run.directory.glob("wandb/*run-*") if path.name != "latest-run"]
+    assert len(found) == count and all(path.match("offline-run-*") for path in found) and "WARNING" not in run.output
 
 
 # --- Weights & Biases, and a server that is of no use

@@ -37,6 +37,18 @@ def pace(folder: Path) -> Callable[[], None]:
     return plant
 
 
+def pace_jobs(folder: Path) -> Callable[[], None]:
+    """Return what paces the nodes of Slurm's jobs so."""
+
+    def plant() -> None:
+        from framework.launch import slurm
+
+        planted = f"from pathlib import Path; from tests.launch.paced import pace; pace(Path({str(folder)!r}))(); "
+        slurm.NODE = slurm.NODE.replace("from framework", planted + "from framework")
+
+    return plant
+
+
 def steps_in(folder: Path) -> list[tuple[float, int, int, int]]:
     """Return the steps that were noted: time, step, rank, world size."""
     path = folder / "steps"

@@ -86,6 +86,7 @@ def killed_in_trial(number: int) -> Callable[[], None]:
     return plant
 
 
+@pytest.mark.slow  # what it draws is in test_study.py
 def test_a_search_that_was_killed_goes_on_with_the_trial_it_was_in(whole: list[dict[str, str]], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     line = [*SEARCH, *SPACE, trials(4), "checkpoint.every=4"]

@@ -16,7 +16,7 @@ import pytest
 
 from framework.cli.run import checked_line
 from tests.harness import Ended, Says, assert_close, command, finished, once, wait_for, wait_for_checkpoint
-from tests.launch.paced import ROOT, steps_in
+from tests.launch.paced import ROOT, pace_jobs, steps_in
 from tests.launch.test_elastic import RUN, Cluster
 
 CLUSTER = ROOT / "slurm" / "local_cluster.sh"
@@ -76,16 +76,10 @@ class Run:
 
     def submit(self) -> Ended:
         """Give the command; it must return with a job's id."""
-        told = command(*self.overrides, root=self.root, before=self._plant)
+        told = command(*self.overrides, root=self.root, before=pace_jobs(self.folder))
         assert told.code == 0, told.output
         self.jobs += re.findall(r"job (\d+) is submitted", told.output)
         return told
-
-    def _plant(self) -> None:
-        from framework.launch import slurm
-
-        pace = f"from pathlib import Path; from tests.launch.paced import pace; pace(Path({str(self.folder)!r}))(); "
-        slurm.NODE = slurm.NODE.replace("from framework", pace + "from framework")
 
     @property
     def job(self) -> str:
