@@ -182,12 +182,7 @@ def leave(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "line", "code", "said"),
     [
-        (
-            leave,
-            "optimizer.lr=1",
-            78,
-            "optimizer.lr: cannot be given to mode=eval: the mode uses the run as it is (only run.dir",
-        ),
+        (leave, "optimizer.lr=1", 78, "optimizer.lr: cannot be given to mode=eval: the mode uses the run as it is (only run.dir"),
         (leave, "launch.nnodes=2", 78, "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2"),
         (leave, "eval.split=tst", 78, "eval.split: 'tst' is not valid (one of train, val, test; did you mean test?)"),
         (leave, "parallel=tensor launch.nproc_per_node=3", 78, "parallel.tensor: 3: does not divide the 16 features"),
@@ -195,15 +190,10 @@ def leave(run: Path) -> None:
         (lambda run: (run / "config.yaml").unlink(), "", 65, "is not a run: there is no config.yaml"),
         (spoil_configuration, "", 65, "config.yaml has changed since the run wrote it: its hash differs"),
         (lambda run: shutil.rmtree(run / "checkpoints"), "", 65, "run.checkpoint: last, but there is no "),
-        (
-            lambda run: (run / "model.safetensors").unlink(),
-            "run.checkpoint=final",
-            65,
-            "run.checkpoint: final, but there is no ",
-        ),
+        (lambda run: (run / "model.safetensors").unlink(), "run.checkpoint=final", 65, "run.checkpoint: final, but there is no "),
         (link_the_result_elsewhere, "", 65, "evaluations.jsonl is not a plain file"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_written(
     spoil: Callable[[Path], None], line: str, code: int, said: str, tmp_path: Path
 ) -> None:

@@ -315,28 +315,13 @@ VALUES = {
     "constant": ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
     "constant, no warm-up": ({"warmup_steps": 0}, [1] * 10),
     "range_test": ({"start_ratio": 1e-9}, [10.0**-power for power in range(9, -1, -1)]),
-    "cosine": (
-        {"warmup_steps": 2, "min_lr_ratio": 0.2},
-        [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * k / 8)) for k in range(8))],
-    ),
-    "cosine, no warm-up": (
-        {"warmup_steps": 0, "min_lr_ratio": 0.0},
-        [0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(10)],
-    ),
-    "cosine, warm-up longer than the run": (
-        {"warmup_steps": 20, "min_lr_ratio": 0.0},
-        [(k + 1) / 20 for k in range(10)],
-    ),
+    "cosine": ({"warmup_steps": 2, "min_lr_ratio": 0.2}, [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * k / 8)) for k in range(8))]),
+    "cosine, no warm-up": ({"warmup_steps": 0, "min_lr_ratio": 0.0}, [0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(10)]),
+    "cosine, warm-up longer than the run": ({"warmup_steps": 20, "min_lr_ratio": 0.0}, [(k + 1) / 20 for k in range(10)]),
     "cosine, warm-up all of the run": ({"warmup_steps": 10, "min_lr_ratio": 0.0}, [(k + 1) / 10 for k in range(10)]),
-    "step": (
-        {"warmup_steps": 2, "milestones": [4, 7], "gamma": 0.1},
-        [0.5, 1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01],
-    ),
+    "step": ({"warmup_steps": 2, "milestones": [4, 7], "gamma": 0.1}, [0.5, 1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01]),
     "step, none": ({"warmup_steps": 0, "milestones": [], "gamma": 0.1}, [1] * 10),
-    "wsd": (
-        {"warmup_steps": 2, "decay_steps": 4, "min_lr_ratio": 0.0},
-        [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
-    ),
+    "wsd": ({"warmup_steps": 2, "decay_steps": 4, "min_lr_ratio": 0.0}, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
     "wsd, no decay": ({"warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.0}, [1] * 10),
     "wsd, floor": ({"warmup_steps": 0, "decay_steps": 10, "min_lr_ratio": 0.5}, [1 - k / 20 for k in range(10)]),
 }  # fmt: skip

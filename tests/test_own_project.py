@@ -253,10 +253,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
             ["model._target_=torch.nn.Sequential", "model._args_=[{_target_: mynet.head,in_features: 6,num_clases: 3}]"],
             ["model._args_[0].num_clases", "model._args_[0].num_classes?"],
         ),
-        (
-            ["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}]"],
-            ["model.layers[0]._target_", "did you mean head?"],
-        ),
+        (["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}]"], ["model.layers[0]._target_", "did you mean head?"]),
         (["model._target_=mynet.lazy"], ["model: 1.weight has no shape"]),
         (["parallel._target_=mynet.later"], ["parallel: mynet.later takes no world and forward"]),
         (["model=mynet", "model._partial_=true"], ["model._partial_: true gives a function"]),
@@ -278,7 +275,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
         (["+augment=hard", "augment.strenth=5"], ["augment.strenth", "did you mean augment.strength?"]),
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_it_is_refused_before_the_start(words: list[str], expected: list[str], folder: Path) -> None:
     write(folder, **{"leaves.py": "raise SystemExit(0)", "conf__augment__hard": "strength: 3"})
     output = refused(*words, folder=folder)

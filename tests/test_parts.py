@@ -18,7 +18,7 @@ from framework.parts.swa import SWA
 from framework.training.parts import LoopParts
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, once
 from tests.test_conformance import MODELS, RUN
-from tests.test_resume import after_step, crash, preempt
+from tests.test_resume import after_step, assert_survives_a_kill, crash, preempt
 
 
 def own(*kinds: str) -> list[str]:
@@ -40,9 +40,7 @@ GPT = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1"]
 )
 def test_killed_it_ends_with_the_same_bits(strategy: str, parts: list[str], tmp_path: Path) -> None:
     line = [*GPT, *parts, f"parallel={strategy}", "launch.nproc_per_node=2", "checkpoint.every=2"]
-    whole = finished(*line, root=tmp_path / "whole")
-    assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
-    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+    assert_survives_a_kill(*line, at=5, root=tmp_path)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from framework.preflight import child, comparison
 from framework.preflight.findings import Finding
 from framework.preflight.rehearsal import perform
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished
-from tests.test_resume import after_step, crash
+from tests.test_resume import after_step, assert_survives_a_kill, crash, killed_and_continued
 from tests.test_zoo import line as zoo_line
 
 RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
@@ -323,8 +323,7 @@ def test_what_data_evaluations_and_optimizers_draw_has_keys(what: str, tmp_path:
     ]  # fmt: skip
     one = finished(*line, root=tmp_path / "one")
     assert_close(finished(*line, "parallel=ddp", TWO, root=tmp_path / "two"), one)
-    assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
-    assert_same_bits(finished(*line, root=tmp_path / "cut"), one)
+    assert_same_bits(killed_and_continued(*line, at=3, root=tmp_path / "cut"), one)
 
 
 def test_it_is_reported_before_anything_is_made(tmp_path: Path) -> None:
@@ -424,8 +423,7 @@ def test_complex_weights_are_trained_saved_and_continued(tmp_path: Path) -> None
 
 def test_memory_that_is_laid_out_otherwise_is_saved_and_continued(tmp_path: Path) -> None:
     line = [*model("Strided"), "checkpoint.every=1"]
-    assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
-    assert_same_bits(finished(*line, root=tmp_path / "cut"), finished(*line, root=tmp_path / "whole"))
+    assert_survives_a_kill(*line, at=3, root=tmp_path)
 
 
 def test_what_is_trained_may_not_change_within_a_run(tmp_path: Path) -> None:

@@ -56,6 +56,19 @@ def crash() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def killed_and_continued(*line: str, at: int, root: Path) -> Ended:
+    """Kill a run after a step, and give its command again; return how that ends."""
+    assert command(*line, root=root, before=after_step(at, crash)).code < 0
+    return finished(*line, root=root)
+
+
+def assert_survives_a_kill(*line: str, at: int, root: Path) -> Ended:
+    """Compare a run that is killed after a step and continued with one that is not, which is returned."""
+    whole = finished(*line, root=root / "whole")
+    assert_same_bits(killed_and_continued(*line, at=at, root=root / "cut"), whole)
+    return whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "cut"), [*zip(STRATEGIES, CUTS)])
 def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(strategy: str, cut: int, tmp_path: Path) -> None:

@@ -125,12 +125,9 @@ def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -
     ("option", "why"),
     [
         ("launch.slurm.setup=['set -u','echo $NOT_THERE']", "launch.slurm.setup failed with 1: echo $NOT_THERE"),
-        (
-            "launch.slurm.python=[/no/such/python]",
-            "the job ended before the run began: FAILED: ... /no/such/python ... No such file or directory",
-        ),
+        ("launch.slurm.python=[/no/such/python]", "the job ended before the run began: FAILED: ... /no/such/python ... No such file or directory"),
     ],
-)
+)  # fmt: skip
 def test_a_job_that_ends_before_the_run_begins_is_told_with_its_last_words(option: str, why: str, submitted: Sweep) -> None:
     line = [*ARRAY, option]
     command(*line, root=submitted.root)

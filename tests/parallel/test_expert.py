@@ -194,14 +194,11 @@ VARIANTS = {
     "activations recomputed": ("2", ["trainer.activation_checkpointing=true"]),
     "cheap operations recomputed": ("2", ["trainer.activation_checkpointing=operations"]),
     "experts frozen": ("2x2", ["trainer.freeze=[layers.*.experts.*]"]),
-    "all but experts frozen": (
-        "3",
-        ["trainer.freeze=[embedding.*,norm.*,layers.*.attention*,layers.*.router.*,layers.*_norm.*]"],
-    ),
+    "all but experts frozen": ("3", ["trainer.freeze=[embedding.*,norm.*,layers.*.attention*,layers.*.router.*,layers.*_norm.*]"]),
     "one expert a token": ("2", ["model.top_k=1"]),
     "values clipped": ("2x2", ["trainer.clip_grad_value=0.01"]),
     "Muon": ("3", ["optimizer=muon"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
