@@ -5,9 +5,9 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
 from framework.modes import load_run as restored
 from framework.runtime.lock import Lock
-from framework.runtime.preemption import PREEMPTION
-from tests.harness import Ended, before_each, begin, command, end, finished, once, typed, wait_for, wait_for_checkpoint
+from tests.checkpoint.test_damage import flip_a_bit
+from tests.harness import Ended, before_each, begin, command, end, finished, once, signal_before, typed, wait_for_checkpoint
 from tests.test_conformance import FOR_EXPERTS, layouts
 
 # tied weights, an average of the weights that is what is evaluated, splits that no world size divides
@@ -231,16 +231,10 @@ def test_without_a_run_and_in_a_sweep(tmp_path: Path) -> None:
     assert swept.code == 78 and "mode: eval does nothing with a sweep (without -m)" in swept.output
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_damaged_checkpoint_is_refused_if_named_and_passed_over_if_not(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run().directory, copy)
-    flip_a_bit(next((copy / "checkpoints" / "step_00000010").glob("*.safetensors")))
+    flip_a_bit(next((copy / "checkpoints" / "step_00000010").glob("*.safetensors")), Random(0))
     for ranks in (1, 2):
         line = ["mode=eval", f"run.dir={copy}", "parallel=ddp", f"launch.nproc_per_node={ranks}", "run.checkpoint=10"]
         named = command(*line, root=tmp_path / "none")
@@ -259,20 +253,12 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 # --- stopped
 
 
-def signal_in_the_middle() -> None:
-    def send(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(lambda: PREEMPTION.requested, what="the signal, which another thread may have received")
-
-    before_each(evaluate, "measure", send)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_stops_it_and_nothing_is_written(ranks: int, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run().directory, copy, ignore=shutil.ignore_patterns("evaluations.jsonl"))
     line = ["mode=eval", f"run.dir={copy}", "parallel=ddp", f"launch.nproc_per_node={ranks}"]
-    stopped = command(*line, root=tmp_path / "none", before=signal_in_the_middle)
+    stopped = command(*line, root=tmp_path / "none", before=lambda: signal_before(evaluate, "measure"))
     assert stopped.code == 75, stopped.output
     assert "stopped; nothing was written" in stopped.output
     assert ("SIGTERM: stopping\n" in stopped.output) == (

@@ -203,7 +203,7 @@ GPT = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow  # tests/models/test_recomputation.py compares blocks
 @pytest.mark.parametrize("line", [COUPLED, GPT], ids=["BatchNorm and dropout", "gpt"])
 def test_recomputed_activations_give_the_same_bits(line: list[str], tmp_path: Path) -> None:
     plain = finished(*line, root=tmp_path / "plain")

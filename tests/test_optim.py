@@ -84,6 +84,9 @@ def trained(module: nn.Module) -> list[Trainable]:
     return trainable(module, hidden=hidden_matrices(module))
 
 
+made_muon = partial(muon, lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95], adamw_eps=1e-8)
+
+
 def names_by_decay(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[float, list[str]]:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     by_decay: dict[float, list[str]] = {}
@@ -129,8 +132,7 @@ def test_sgd_takes_torchs_steps_in_one_pass(nesterov: bool) -> None:
 
 def test_muon_orthogonalises_matrices_between_the_first_and_the_last() -> None:
     module = model()
-    made = muon(trained(module), lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95],
-                adamw_eps=1e-8)  # fmt: skip
+    made = made_muon(trained(module))
     by_decay = names_by_decay(made, module)
     assert by_decay[0.1] == ["3.weight", "5.weight"]
     assert {group["kind"]: group["lr"] for group in made.param_groups} == {"muon": 0.02, "adamw": 1e-3}
@@ -140,8 +142,9 @@ def test_one_muon_step_is_the_formula() -> None:
     torch.manual_seed(0)
     first, hidden, last = (nn.Parameter(torch.randn(6, 4, dtype=torch.float64)) for _ in range(3))
     before, grad = hidden.detach().clone(), torch.randn(6, 4, dtype=torch.float64)
-    made = muon([Trainable("a", first, False, True), Trainable("b", hidden, True, True), Trainable("c", last, False, True)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3,
-                adamw_betas=[0.9, 0.95], adamw_eps=1e-8)  # fmt: skip
+    made = made_muon(
+        [Trainable("a", first, False, True), Trainable("b", hidden, True, True), Trainable("c", last, False, True)]
+    )
     hidden.grad = grad.clone()
     made.step()
     update = (before * (1 - 0.02 * 0.1) - hidden.detach()) / (0.02 * 0.2 * math.sqrt(6))
@@ -155,8 +158,7 @@ def test_one_muon_step_is_the_formula() -> None:
 def test_our_adamw_inside_muon_is_torchs() -> None:
     torch.manual_seed(0)
     mine, theirs = (nn.Parameter(torch.arange(5, dtype=torch.float64)) for _ in range(2))
-    ours = muon([Trainable("a", mine, False, False)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-2, adamw_betas=[0.9, 0.95],
-                adamw_eps=1e-8)  # fmt: skip
+    ours = made_muon([Trainable("a", mine, False, False)], adamw_lr=1e-2)
     reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for _ in range(5):
         mine.grad = torch.randn(5, dtype=torch.float64)
@@ -364,8 +366,7 @@ def moves(
     parameters = [nn.Parameter(torch.randn(5, 3 + index, generator=draw)) for index in range(5)]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=draw)
-    made = muon([Trainable(str(index), parameter, True, True) for index, parameter in enumerate(parameters)], lr=0.02,
-                momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95], adamw_eps=1e-8, iteration=iteration)  # fmt: skip
+    made = made_muon([Trainable(str(n), parameter, True, True) for n, parameter in enumerate(parameters)], iteration=iteration)
     assert isinstance(made, Muon)
     plain = made._orthogonalise
 

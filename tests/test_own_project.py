@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from framework.build.components import complete_model, optimizer_builder
 from framework.config.targets import arguments_of, instantiated, locate, signature_of
-from framework.modules.parts import blocks_of, chain_of, own_answer
 from framework.optim.optimizers import Trainable
 from tests.harness import Ended, files_below, typed
 from tests.pages import MACHINE, ROOT
@@ -341,30 +340,6 @@ def test_nodes_are_built_wherever_they_stand() -> None:
         {"a": [{"_target_": "builtins.complex", "real": 1}], "b": {"c": {"_target_": "builtins.list"}}, "d": 3}
     )
     assert built == {"a": [1 + 0j], "b": {"c": []}, "d": 3}
-
-
-class Blocks(torch.nn.Module):
-    """What most transformers call their layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-        self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2))
-
-
-class Selects(Blocks):
-    def tensor_plan(self, how: str) -> str:
-        return how
-
-    def mixers(self) -> int:
-        return 3
-
-
-def test_names_that_mean_something_else_in_their_model_are_not_our_questions() -> None:
-    model = Selects()
-    assert blocks_of(model) == [*model.blocks, *model.chain] and chain_of(model) is None
-    assert own_answer(model, "tensor_plan") is None and own_answer(model, "blocks") is None
-    assert own_answer(model, "mixers") is not None
 
 
 # --- torch's own
