@@ -317,7 +317,8 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(tmp_path: Path, 
 
 def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) -> None:
     for step in (6, 9):
-        assert command(*BASE, root=tmp_path / "runs", before=after_step(step, preempt)).code == 75
+        stopped = command(*BASE, root=tmp_path / "runs", before=after_step(step, preempt))
+        assert f"stopped after step {step}; the same command continues from the checkpoint of step {step}" in stopped.output
     run = finished(*BASE, root=tmp_path / "runs", with_curves=True)
     assert run.summary["continued_at"] == [6, 9] and run.summary["restarts"] == 2
     assert (run.directory / "curves.png").exists()

@@ -135,14 +135,6 @@ def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(across: Ended, tmp
     assert not list(refused.directory.glob("checkpoints/*"))
 
 
-def test_spoiled_records_do_not_stop_a_run(tmp_path: Path) -> None:
-    stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))
-    assert "stopped after step 9; the same command continues from the checkpoint of step 9" in stopped.output
-    with open(stopped.directory / "metrics.jsonl", "ab") as file:
-        file.write(b'5\n[1]\n{"no": "step"}\n\xff\xfe\n{"step": 3, "spl')
-    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted("single"))
-
-
 def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(tmp_path: Path) -> None:
     ended = finished(*RUN, root=tmp_path / "runs")
     with open(ended.directory / "model.safetensors", "r+b") as file:
