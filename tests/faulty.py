@@ -184,8 +184,6 @@ class LastSeen(Net):
 
 
 class Clamped(Net):
-    """Clips its weights in its forward, of which none is large yet."""
-
     def middle(self, x: Tensor) -> Tensor:
         self.last.weight.data.clamp_(-100, 100)
         return x
@@ -341,8 +339,6 @@ class Viewing(nn.Module):
 
 
 class ChannelsLast(Viewing):
-    """Refuses images in any other order."""
-
     def forward(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return self.last(self.convolution(x).flatten(1))
@@ -411,8 +407,6 @@ class Weighted(nn.Module):
 
 
 class Lookahead(torch.optim.SGD):
-    """Takes a step back every fifth step; counts in an attribute."""
-
     count = 0
 
     @torch.no_grad()
@@ -457,8 +451,6 @@ class NormOfShards(torch.optim.SGD):
 
 
 class OneForAll(torch.optim.SGD):
-    """Keeps one tensor as the state of every parameter."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         first, *_ = self.param_groups[0]["params"]
@@ -546,8 +538,6 @@ class Shuffled(Synthetic):
 
 
 class Keyed(Synthetic):
-    """Takes its keys for granted, of which an evaluation has none."""
-
     def transform(self, inputs: Tensor, targets: Tensor, *, keys: Any) -> tuple[Tensor, Tensor]:
         assert len(keys) == len(inputs)
         return super().transform(inputs, targets, keys=keys)
@@ -709,8 +699,6 @@ class Calibrated(Net):
 
 
 class TrainsOn(Net):
-    """Forgets that it is evaluated."""
-
     def middle(self, x: Tensor) -> Tensor:
         self.train()
         return x
@@ -754,8 +742,6 @@ class FreezesStatistics(Net):
 
 
 class Progressive(Synthetic):
-    """Counts its batches, and gives others from the twentieth on."""
-
     num_batches = 0
 
     def transform(self, inputs: Tensor, targets: Tensor, *, keys: np.ndarray | None) -> tuple[Tensor, Tensor]:

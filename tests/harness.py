@@ -67,15 +67,12 @@ _COMPOSED = set[tuple[str, ...]]()
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended."""
-
     code: int
     output: str  # stdout and stderr
     root: Path
 
     @property
     def directory(self) -> Path:
-        """The one run directory under the root."""
         found = [path.parent for path in files_below(self.root, "config.yaml") if "wandb" not in path.parts]  # it has one too
         assert len(found) == 1, f"{len(found)} run directories in {self.root}: {found}\n{self.output}"
         return found[0]
@@ -190,7 +187,6 @@ def _output(root: Path) -> Path:
 
 
 def end(process: Any, *, root: Path, timeout_s: float = 120.0) -> Ended:
-    """Wait for a command."""
     process.join(timeout_s)
     if process.is_alive():
         process.kill()

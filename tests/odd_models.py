@@ -101,16 +101,12 @@ class Chained(Plain):
 
 
 class Unused(OneBlock):
-    """Something is there that the forward does not use."""
-
     def make_layers(self, dim: int) -> None:
         super().make_layers(dim)
         self.spare = nn.Linear(dim, dim)
 
 
 class Scalar(OneBlock):
-    """A parameter without dimensions, as a temperature is."""
-
     def make_layers(self, dim: int) -> None:
         super().make_layers(dim)
         self.temperature = nn.Parameter(torch.tensor(1.0))

@@ -59,8 +59,6 @@ class Prune:
 
 
 class Grows:
-    """Keeps a tensor that is longer after each step."""
-
     def __init__(self) -> None:
         self.losses = torch.zeros(0, dtype=torch.float64)
 
@@ -176,14 +174,10 @@ class Moments:
 
 
 class Nothing:
-    """Has no moment."""
-
     def step_takn(self, loop: Any) -> None: ...
 
 
 class Forgets:
-    """Counts, and no checkpoint knows."""
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -275,8 +269,6 @@ class StopsOnOneRank:
 
 
 class Letters:
-    """A tokenizer: each character is a token."""
-
     def encode(self, text: str) -> list[int]:
         return [ord(character) - ord("a") for character in text]
 

@@ -36,7 +36,6 @@ def run() -> Ended:
 
 
 def evaluated(run: Path, *overrides: str, root: Path, **options: Any) -> dict[str, Any]:
-    """Evaluate, and return what was added to the run's evaluations."""
     finished("mode=eval", f"run.dir={run}", *overrides, root=root, **options)
     return json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
 

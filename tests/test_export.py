@@ -37,7 +37,6 @@ def exported(run: Ended, *overrides: str, root: Path, **options: Any) -> Ended:
 
 
 def model_of(run: Ended) -> torch.nn.Module:
-    """Return the run's model with its final weights, in evaluation."""
     config = yaml.safe_load((run.directory / "config.yaml").read_text())
     model = components.model(config["model"], seed=config["seed"])
     model.load_state_dict(run.weights)

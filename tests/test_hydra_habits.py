@@ -21,7 +21,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def experiment(folder: Path, text: str) -> str:
-    """Write an experiment; return the word that chooses it."""
     (folder / "conf" / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
     return "experiment=mine"
 
@@ -122,7 +121,6 @@ def work():
 
 @pytest.fixture
 def launcher(folder: Path) -> Path:
-    """The file of a launcher of the user."""
     (folder / "mine.py").write_text(LAUNCHER + CALLBACK.replace("Mine", "Called"))
     path = folder / "conf" / "hydra" / "launcher" / "mine.yaml"
     path.parent.mkdir(parents=True)

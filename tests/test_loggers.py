@@ -67,7 +67,6 @@ def scalars_of(rows: list[dict[str, Any]]) -> Scalars:
 
 
 def tensorboard_events(directory: Path) -> Any:
-    """Read the event files as TensorBoard does."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     everything = {"scalars": 0, "images": 0, "tensors": 0, "histograms": 0}
@@ -188,7 +187,6 @@ HISTOGRAMS = [*RUN, "part=histograms", "part.histograms.every=5", "part.histogra
 
 
 def lists_of(run: Ended) -> list[dict[str, Any]]:
-    """Return the rows with their lists."""
     return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -388,7 +386,6 @@ def assert_holds_the_kept_checkpoints(file: Path, run: Ended) -> None:
 
 
 def use_wandb_key(key: str | None, home: Path) -> None:
-    """Be a user with this key, or with none."""
     os.environ.pop("WANDB_MODE", None)
     os.environ |= {"NETRC": str(home / "none"), "HOME": str(home)} | ({"WANDB_API_KEY": key} if key else {})
 

@@ -260,7 +260,6 @@ def test_a_precision_learns_what_fp32_does(precision: str, tmp_path: Path) -> No
 def drawn(
     metrics: Path, target: Path, monkeypatch: pytest.MonkeyPatch, *, restarts: Sequence[int] = (), title: str = "t"
 ) -> Any:
-    """Draw the curves, and return the figure that was saved."""
     from matplotlib.figure import Figure
 
     from framework.runs.curves import draw_curves

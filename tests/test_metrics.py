@@ -65,7 +65,6 @@ def test_top5_is_the_share_of_targets_among_the_five_largest(num_classes: int, t
 
 
 def measured(task: Any, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """Return the means of a task's loss and metrics on a batch."""
     loss = task.loss(logits, targets), task.loss_weight(targets)
     return means(as_sums({"loss": loss, **task.metrics(logits, targets)}), num_samples=len(targets))
 

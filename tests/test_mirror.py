@@ -20,7 +20,6 @@ from tests.test_resume import RUN, STRATEGIES, after_step, crash
 
 
 def whole(strategy: str) -> Ended:
-    """The uninterrupted run of a strategy, without a mirror."""
     return once(*RUN, *STRATEGIES[strategy])
 
 
@@ -31,7 +30,6 @@ def runs(store: str) -> set[str]:
 
 
 def mirror(store: str) -> Objects:
-    """The objects of the one mirror below a URL."""
     (run,) = runs(store)
     return Objects(f"{store}/{run}")
 

@@ -53,7 +53,6 @@ def run(kind: str) -> Ended:
 
 
 def predicted(run: Path, *overrides: str, root: Path, name: str = "test") -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Predict, and return the records and the tensors."""
     finished("mode=predict", f"run.dir={run}", *overrides, root=root)
     folder = run / "predictions"
     records = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]

@@ -74,7 +74,6 @@ def under(strategy: str) -> list[str]:
 
 
 def diagonal(first: list[str], second: list[str]) -> set[tuple[str, str]]:
-    """Return pairs with each value at least once."""
     return {(first[n % len(first)], second[n % len(second)]) for n in range(max(len(first), len(second)))}
 
 

@@ -42,7 +42,6 @@ STRATEGIES += [("tensor", 2, ["parallel.sequence=true"]), ("fsdp+tp", 4, ["paral
 
 
 def model_of(ended: Ended) -> nn.Module:
-    """Return the run's model as it was drawn."""
     config = yaml.safe_load((ended.directory / "config.yaml").read_text())
     return components.model(config["model"], seed=config["seed"])
 

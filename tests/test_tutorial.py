@@ -76,7 +76,6 @@ def test_the_message_for_another_trainer_s_setting_names_our_key() -> None:
 
 
 def follow(page: str, folder: Path, *more: str) -> None:
-    """Do what a page says: write its files and give its commands."""
     texts = {
         match[1]: text for language, text in blocks(page) if language in ("python", "yaml") and (match := re.match(NAMED, text))
     }

@@ -113,7 +113,6 @@ def seedings(found: list[int]) -> Callable[[], None]:
 
 
 def functions(found: list[int]) -> Callable[[], None]:
-    """Count the functions of the framework that run."""
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         found[0] += event == "call" and "/framework/" in frame.f_code.co_filename

@@ -126,7 +126,6 @@ def weight(header: Header) -> Header:
 
 
 def shard(content: Callable[[bytes], bytes]) -> Attack:
-    """Return what writes other bytes into the file of tensors."""
     return lambda path, outside: (path / SHARD).write_bytes(content((path / SHARD).read_bytes()))
 
 

@@ -121,7 +121,6 @@ class Cluster:
         return steps_in(self.folder)
 
     def finish(self) -> None:
-        """Let the run go on at full speed."""
         self.slow.unlink()
 
     def finished(self, *nodes: Node) -> Ended:
@@ -171,7 +170,6 @@ def wait_for_store(cluster: Cluster) -> None:
 
 
 def assert_no_trace(cluster: Cluster) -> None:
-    """Nothing of the nodes' meeting is left."""
     assert not [path for path in cluster.root.rglob("*") if path.name.endswith(".elastic")]
 
 

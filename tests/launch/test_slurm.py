@@ -75,7 +75,6 @@ class Run:
         self.jobs: list[str] = []
 
     def submit(self) -> Ended:
-        """Give the command; it must return with a job's id."""
         told = command(*self.overrides, root=self.root, before=pace_jobs(self.folder))
         assert told.code == 0, told.output
         self.jobs += re.findall(r"job (\d+) is submitted", told.output)
@@ -117,7 +116,6 @@ class Run:
             raise AssertionError(f"{error}\n{facts(self.job)}\n{self.log()[-6000:]}") from None
 
     def finish(self) -> Ended:
-        """Let the run go on at full speed, to its end."""
         self.slow.unlink(missing_ok=True)
         self.wait_for_state("COMPLETED")
         return self.now
@@ -304,7 +302,6 @@ def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, clu
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the project."""
     folder = tmp_path / "project"
     for name in ("conf", "framework", "models"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

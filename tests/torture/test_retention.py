@@ -32,7 +32,6 @@ def write(store: CheckpointStore, beside: Path, tensors: Any) -> dict[str, Any]:
 
 
 def valid_steps(directory: Path) -> list[int]:
-    """Return the steps of the valid checkpoints, the newest first."""
     steps = []
     for path in manifest.candidates(directory):
         try:
