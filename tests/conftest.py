@@ -30,7 +30,7 @@ os.environ["STEADFAST_CACHE"] = CACHE.name
 os.environ["HF_DATASETS_CACHE"] = f"{CACHE.name}/tables"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(MACHINE)
-import sitecustomize  # noqa: E402, F401  # of this folder, unless this Python has one
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of this folder, unless this Python has one
 
 LONG = (
     "test_product", "test_tutorial", "test_rehearsal", "test_conformance", "test_loggers", "test_cuda", "test_extend",
