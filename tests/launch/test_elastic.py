@@ -175,7 +175,9 @@ def assert_no_trace(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_node_lost_and_a_node_back(comes_back: bool, cluster: Callable[..., Cluster]) -> None:
-    both = two(cluster, "launch.max_restarts=0")  # neither is a failure
+    half = "trainer.max_steps=100"
+    both = two(cluster, half, "launch.max_restarts=0")  # neither is a failure
+    both.slow.write_text("0.6")
     killed_at = time.time()
     both.nodes[1].kill()
     both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
@@ -185,7 +187,7 @@ def test_a_node_lost_and_a_node_back(comes_back: bool, cluster: Callable[..., Cl
         working.append(both.start())
         both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
     ended = both.finished(*working)
-    assert_close(ended, one())
+    assert_close(ended, once(*RUN, half))
     assert "restart " not in ended.output
     assert_no_trace(both)
     if comes_back:
