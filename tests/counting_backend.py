@@ -14,9 +14,9 @@ class CountingGroup(dist.ProcessGroup):
     """Passes on to gloo; at each call the counts go into the file that COUNTING_BACKEND names, if it is set."""
 
     def __init__(self, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stub lacks this form
+        super().__init__(options.group_rank, options.group_size)  # the stub lacks this form
         self._name = options.group_id
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo = dist.ProcessGroupGloo._Options()
         gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         gloo._timeout = options.timeout
         self._gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, gloo)

@@ -52,5 +52,5 @@ def plant(num_devices: int) -> None:
         first = world.local_rank * num_devices
         return dataclasses.replace(world, devices=[torch.device("emu", first + index) for index in range(num_devices)])
 
-    Groups.join = emulated_join  # type: ignore[method-assign]
-    World.start = emulated_start  # type: ignore[method-assign,assignment]
+    Groups.join = emulated_join
+    World.start = emulated_start

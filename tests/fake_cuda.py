@@ -291,10 +291,10 @@ def plant() -> None:
     emulated_tensors.emulate("CUDA")
     emulated_tensors.INSTEAD.append(_answer)
     emulated_tensors.AFTER.append(_use)
-    emulated_tensors.Emulated.record_stream = lambda tensor, stream: _trace(tensor).recorded.add(stream)  # type: ignore[method-assign]
-    emulated_tensors.Emulated.tolist = _tolist  # type: ignore[method-assign]
+    emulated_tensors.Emulated.record_stream = lambda tensor, stream: _trace(tensor).recorded.add(stream)
+    emulated_tensors.Emulated.tolist = _tolist
     plain_tensor = torch.tensor
-    torch.tensor = lambda *args, device=None, **kwargs: plain_tensor(*args, **kwargs).to(device or "cpu")  # type: ignore[assignment]
+    torch.tensor = lambda *args, device=None, **kwargs: plain_tensor(*args, **kwargs).to(device or "cpu")
     current = [0]
     properties = SimpleNamespace(
         total_memory=80 * 2**30, name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132
@@ -343,7 +343,7 @@ def prepare_framework() -> None:
         groups.backend, groups.device = groups.backend.replace("cuda:nccl", "cuda:fake_nccl"), None  # which nothing can split
         join(groups, store)
 
-    Groups.join = fake_join  # type: ignore[method-assign]
+    Groups.join = fake_join
 
 
 def main(library: str, module: str, function: str, arguments: str, result: str) -> None:

@@ -45,8 +45,6 @@ class Net(nn.Module):
 
 
 class Counter(Net):
-    """Depends on how often it was called."""
-
     num_calls = 0
 
     def middle(self, x: Tensor) -> Tensor:
@@ -56,8 +54,6 @@ class Counter(Net):
 
 
 class Average(Net):
-    """Keeps an average in a plain attribute."""
-
     mean: Tensor | float = 0.0
 
     def middle(self, x: Tensor) -> Tensor:
@@ -79,8 +75,6 @@ class Clock(Net):
 
 
 class Forgotten(Net):
-    """Moves a buffer that no state dict holds."""
-
     def make(self) -> None:
         self.register_buffer("mean", torch.zeros(12), persistent=False)
 
@@ -91,8 +85,6 @@ class Forgotten(Net):
 
 
 class Late(Net):
-    """Makes a parameter when it is first called."""
-
     def make(self) -> None:
         self.register_parameter("weight", None)
 
@@ -103,8 +95,6 @@ class Late(Net):
 
 
 class Teacher(Net):
-    """Averages frozen weights in its forward."""
-
     def make(self) -> None:
         self.teacher = nn.Linear(192, 12).requires_grad_(False)
 
@@ -157,8 +147,6 @@ class DroppingWhereCut(Dropping):
 
 
 class AlwaysDropping(Net):
-    """Draws in evaluations too."""
-
     def middle(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.3)
 
@@ -190,16 +178,12 @@ class Patient(Net):
 
 
 class LastSeen(Net):
-    """Keeps its latest activations, as many do, and never reads them."""
-
     def middle(self, x: Tensor) -> Tensor:
         self.seen = x.detach()
         return x
 
 
 class Clamped(Net):
-    """Clips its weights in its forward, of which none is large yet."""
-
     def middle(self, x: Tensor) -> Tensor:
         self.last.weight.data.clamp_(-100, 100)
         return x
@@ -232,8 +216,6 @@ class Sparse(Net):
 
 
 class Graph(Net):
-    """Has a constant graph between its numbers."""
-
     def __init__(self, layout: str = "sparse_coo", persistent: bool = True) -> None:
         super().__init__()
         self.register_buffer("graph", torch.eye(12).to_sparse(layout=getattr(torch, layout)), persistent=persistent)
@@ -243,15 +225,11 @@ class Graph(Net):
 
 
 class TrainsOnly(Net):
-    """Says which of its parameters an optimizer should get."""
-
     def parameters(self, recurse: bool = True) -> Any:
         return self.last.parameters()
 
 
 class Fixed(Net):
-    """Takes micro-batches of 16 only."""
-
     def make(self) -> None:
         self.register_buffer("hidden", torch.zeros(16, 12))
 
@@ -268,8 +246,6 @@ class Added(nn.Sequential):
 
 
 class NotByForward(Net):
-    """Calls another method of its blocks than forward."""
-
     def make(self) -> None:
         self.blocks = nn.ModuleList(Added(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
 
@@ -331,8 +307,6 @@ class Noisy(Net):
 
 
 class Reader(Net):
-    """Reads a layer's weight instead of calling it, and changes the outputs of another in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.linear(x.flatten(1), self.first.weight, self.first.bias)
         return self.last(hidden).tanh_()
@@ -349,8 +323,6 @@ class WrongPlan(Net):
 
 
 class WrongChain(Net):
-    """Leaves the activation out of its chain."""
-
     def chain(self) -> list[nn.Module]:
         return [nn.Flatten(), self.first, self.last]
 
@@ -367,8 +339,6 @@ class Viewing(nn.Module):
 
 
 class ChannelsLast(Viewing):
-    """Refuses images in any other order."""
-
     def forward(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return self.last(self.convolution(x).flatten(1))
@@ -398,8 +368,6 @@ class Means(Classification):
 
 
 class Coupled(Classification):
-    """A loss over pairs of samples."""
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum") + (outputs @ outputs.t()).tanh().sum()
 
@@ -410,8 +378,6 @@ class Confusion(Classification):
 
 
 class NamedMetric(Classification):
-    """A task with a metric of any name."""
-
     def __init__(self, *, label_smoothing: float, metric: str) -> None:
         super().__init__(label_smoothing=label_smoothing)
         self.metric = metric
@@ -421,8 +387,6 @@ class NamedMetric(Classification):
 
 
 class Annealed(Classification):
-    """Counts its calls, for a smoothing that begins later."""
-
     num_calls = 0
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -431,8 +395,6 @@ class Annealed(Classification):
 
 
 class Weighted(nn.Module):
-    """A task with a parameter of its own."""
-
     def __init__(self, label_smoothing: float) -> None:
         super().__init__()
         self.log_variance = nn.Parameter(torch.zeros(()))
@@ -445,12 +407,10 @@ class Weighted(nn.Module):
 
 
 class Lookahead(torch.optim.SGD):
-    """Takes a step back every fifth step; counts in an attribute."""
-
     count = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step()
         self.count += 1
         for p in itertools.chain(*(group["params"] for group in self.param_groups)) if self.count % 5 == 0 else ():
@@ -458,10 +418,8 @@ class Lookahead(torch.optim.SGD):
 
 
 class ForAll(torch.optim.SGD):
-    """Keeps a number for all parameters in its state."""
-
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step()
         self.state["all"] = {"step": self.state["all"].get("step", 0) + 1}
 
@@ -470,7 +428,7 @@ class OfOtherTypes(torch.optim.SGD):
     """Keeps, from its third step on, momentum in bfloat16 and a mask, under keys with a slash."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         (group,) = self.param_groups
         group["count"] = group.get("count", 0) + 1
         for p in group["params"]:
@@ -486,17 +444,15 @@ class NormOfShards(torch.optim.SGD):
     """Keeps a number for each parameter: of a shard, a sum that is not taken yet."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             self.state[p]["norm"] = p.grad.square().sum()
             p.sub_(p.grad, alpha=0.01)
 
 
 class OneForAll(torch.optim.SGD):
-    """Keeps one tensor as the state of every parameter."""
-
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         first, *_ = self.param_groups[0]["params"]
         steps = self.state[first].setdefault("steps", torch.zeros(()))
         for p in self.param_groups[0]["params"]:
@@ -508,7 +464,7 @@ class CouplesLate(torch.optim.SGD):
     """From its sixth step on, it scales its updates by the norm of all gradients that it has."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         (group,) = self.param_groups
         group["count"] = group.get("count", 0) + 1
         gradients = [local(p.grad) for p in group["params"] if p.grad is not None]
@@ -518,24 +474,20 @@ class CouplesLate(torch.optim.SGD):
 
 
 class Langevin(torch.optim.SGD):
-    """Draws in its step."""
-
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step()
         for p in itertools.chain(*(group["params"] for group in self.param_groups)):
             p.add_(torch.randn_like(p), alpha=0.01)
 
 
 class Hidden(torch.optim.SGD):
-    """Keeps its momentum outside of its state."""
-
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
         self.momenta: dict[Any, Tensor] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 self.momenta[p] = self.momenta.get(p, torch.zeros_like(p)) * 0.9 + p.grad
@@ -551,7 +503,7 @@ class Counting(torch.optim.SGD):
             group |= {"k": 0, "total": 0.0, "d": torch.ones(())}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["k"] += 1
             group["total"] += group["lr"]
@@ -567,7 +519,7 @@ class Counting(torch.optim.SGD):
 
 class Unkept(torch.optim.SGD):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step()
         for p in itertools.chain(*(group["params"] for group in self.param_groups)):
             self.state[p]["thing"] = {1, 2}
@@ -586,8 +538,6 @@ class Shuffled(Synthetic):
 
 
 class Keyed(Synthetic):
-    """Takes its keys for granted, of which an evaluation has none."""
-
     def transform(self, inputs: Tensor, targets: Tensor, *, keys: Any) -> tuple[Tensor, Tensor]:
         assert len(keys) == len(inputs)
         return super().transform(inputs, targets, keys=keys)
@@ -627,15 +577,12 @@ def projection(size: int) -> Tensor:
 
 
 class Cached(Net):
-    """Draws once for all, when it is first called: whoever calls it then."""
-
     def middle(self, x: Tensor) -> Tensor:
         return x @ projection(x.shape[1]).to(x)
 
 
 @functools.cache
 def cached() -> nn.Module:
-    """A factory that gives the same model again."""
     return Net()
 
 
@@ -644,8 +591,6 @@ def scripted() -> nn.Module:
 
 
 class Unknown(Net):
-    """A plain attribute that is not equal to itself."""
-
     def make(self) -> None:
         self.missing = float("nan")
 
@@ -665,65 +610,72 @@ class Hidden2(Net):
 
 
 class Schedule:
-    """An object that can be called, and counts."""
-
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def __call__(self) -> float:
+    def __call__(self) -> int:
         self.num_calls += 1
-        return 1.0 if self.num_calls < 40 else 0.5
-
-
-class Scheduled(Net):
-    def make(self) -> None:
-        self.temperature = Schedule()
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x * self.temperature() if self.training else x
-
-
-class Closed(Net):
-    """Counts in a closure."""
-
-    def make(self) -> None:
-        count = 0
-
-        def scale() -> float:
-            nonlocal count
-            count += 1
-            return 1.0 if count < 40 else 0.5
-
-        self.scale = scale
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x * self.scale() if self.training else x
-
-
-class OfClass(Net):
-    """Counts in its class."""
-
-    num_calls = 0
-
-    def middle(self, x: Tensor) -> Tensor:
-        OfClass.num_calls += self.training
-        return x * (1.0 if OfClass.num_calls < 40 else 0.5)
+        return self.num_calls
 
 
 COUNTS = {"calls": 0}
 
 
-class OfModule(Net):
-    """Counts in a global variable."""
+def count_in_global() -> int:
+    COUNTS["calls"] += 1
+    return COUNTS["calls"]
+
+
+def count_in_default(calls: Any = [0]) -> int:  # noqa: B006
+    calls[0] += 1
+    return calls[0]
+
+
+def halve_late(calls: dict[str, int], module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    calls["n"] = calls.get("n", 0) + module.training
+    return output * (0.5 if calls["n"] > 60 else 1.0)
+
+
+class Counts(Net):
+    """Halves its features after 60 calls in training. It counts where `kind` says, which no checkpoint holds."""
+
+    num_calls = 0
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        calls = [0]
+
+        def count_in_closure() -> int:
+            calls[0] += 1
+            return calls[0]
+
+        kinds = {
+            "default": count_in_default, "global": count_in_global, "closure": count_in_closure, "class": self.count_in_class,
+            "attribute": self.count_in_attribute, "c": self.count_in_c, "iterator": itertools.count(1).__next__,
+        }  # fmt: skip
+        if kind == "hook":
+            self.last.register_forward_hook(functools.partial(halve_late, {}))
+        if kind == "much":
+            self.adjacency = [[number] for number in range(30_000)]
+        self.number, self.count = ctypes.c_long(0), kinds.get(kind) or (Schedule() if kind in ("object", "much") else int)
+
+    def count_in_class(self) -> int:
+        Counts.num_calls += 1
+        return Counts.num_calls
+
+    def count_in_attribute(self) -> int:
+        self.first.weight.calls = getattr(self.first.weight, "calls", 0) + 1
+        return self.first.weight.calls
+
+    def count_in_c(self) -> int:
+        self.number.value += 1
+        return self.number.value
 
     def middle(self, x: Tensor) -> Tensor:
-        COUNTS["calls"] += self.training
-        return x * (1.0 if COUNTS["calls"] < 40 else 0.5)
+        return x * (0.5 if self.training and self.count() > 60 else 1.0)
 
 
 class Deep(Net):
-    """Keeps what moves deep within, among much that does not."""
-
     def make(self) -> None:
         self.bank = {"a": [{"b": {"c": [torch.zeros(1000)]}}]}
 
@@ -735,8 +687,6 @@ class Deep(Net):
 
 
 class Calibrated(Net):
-    """Moves a buffer in evaluations."""
-
     largest: Tensor
 
     def make(self) -> None:
@@ -749,23 +699,17 @@ class Calibrated(Net):
 
 
 class TrainsOn(Net):
-    """Forgets that it is evaluated."""
-
     def middle(self, x: Tensor) -> Tensor:
         self.train()
         return x
 
 
 class OfRank(Net):
-    """Looks at the environment."""
-
     def middle(self, x: Tensor) -> Tensor:
         return x * (1 + int(os.environ.get("RANK", "0")))
 
 
 class Lookback(torch.optim.SGD):
-    """Keeps lists of tensors and an array in its groups."""
-
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
         for group in self.param_groups:
@@ -778,16 +722,12 @@ class Lookback(torch.optim.SGD):
 
 
 class ByClosure(torch.optim.SGD):
-    """Needs a closure, and does not say so."""
-
     def step(self, closure: Any = None) -> Any:
         closure()
         return super().step()
 
 
 class FreezesStatistics(Net):
-    """Puts its BatchNorm into evaluation mode after some steps, which a buffer counts."""
-
     steps: Tensor
 
     def make(self) -> None:
@@ -802,8 +742,6 @@ class FreezesStatistics(Net):
 
 
 class Progressive(Synthetic):
-    """Counts its batches, and gives others from the twentieth on."""
-
     num_batches = 0
 
     def transform(self, inputs: Tensor, targets: Tensor, *, keys: np.ndarray | None) -> tuple[Tensor, Tensor]:
@@ -822,15 +760,11 @@ class ClampsGradients(Net):
 
 
 class Stubborn(torch.optim.SGD):
-    """Does not take back what it has given."""
-
     def load_state_dict(self, state_dict: Any) -> None:
         raise ValueError("the state of a stranger")
 
 
 class ComplexWeight(Net):
-    """A weight of complex numbers."""
-
     def make(self) -> None:
         self.turn = nn.Parameter(torch.randn(12, 12, dtype=torch.complex64) * 0.1)
 
@@ -844,7 +778,7 @@ class Strided(Net):
     def make(self) -> None:
         self.turned = nn.Parameter(torch.randn(12, 12).T)
         self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(12, 12))
-        self.conv = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.conv = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.conv(x))
@@ -868,33 +802,7 @@ class Teacher2(Net):
         return x + teacher.to(x)(x).mean()
 
 
-class Defaults(Net):
-    """Counts in a default argument, a hook, an attribute of a parameter and an iterator."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.numbers, count = kind, itertools.count(), [0]
-
-        def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            count[0] += kind == "hook"
-            return output * (1.0 if count[0] < 40 else 0.5)
-
-        self.last.register_forward_hook(hook)
-
-    def middle(self, x: Tensor, counted: Any = [0]) -> Tensor:  # noqa: B006
-        if self.kind == "default":
-            counted[0] += 1
-        number = counted[0]
-        if self.kind == "attribute":
-            number = self.first.weight.calls = getattr(self.first.weight, "calls", 0) + 1  # type: ignore[attr-defined]
-        if self.kind == "iterator":
-            number = next(self.numbers)
-        return x * (1.0 if number < 40 else 0.5)
-
-
 class FreezesLater(Net):
-    """Stops training a layer after some steps, which a buffer counts."""
-
     steps: Tensor
 
     def make(self) -> None:
@@ -913,7 +821,7 @@ class Factored(torch.optim.SGD):
     """From the sixth step on it keeps a number for each row of a matrix: a state that is not shaped like its parameter."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             for p in group["params"]:
@@ -943,8 +851,6 @@ class Later(Net):
 
 
 class LaterBuffer(Later):
-    """Registers a buffer."""
-
     def later(self, x: Tensor) -> Tensor:
         if not hasattr(self, "late"):
             self.register_buffer("late", torch.full((12,), 0.5).to(x))
@@ -952,8 +858,6 @@ class LaterBuffer(Later):
 
 
 class GrowingBuffer(Later):
-    """Has a buffer that is longer after each step."""
-
     history: Tensor
 
     def make(self) -> None:
@@ -967,8 +871,6 @@ class GrowingBuffer(Later):
 
 
 class LateTeacher(Later):
-    """Moves a frozen part of itself in its forward."""
-
     def make(self) -> None:
         super().make()
         self.teacher = nn.Linear(12, 12).requires_grad_(False)
@@ -977,52 +879,6 @@ class LateTeacher(Later):
         if self.training:
             self.teacher.weight.data.mul_(0.9)
         return x + self.teacher(x)
-
-
-def _count(store: dict[str, int], module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    store["n"] = store.get("n", 0) + module.training
-    return output * (0.5 if store["n"] > 60 else 1.0)
-
-
-class PartialHook(Net):
-    """A hook with a dictionary of its own."""
-
-    def make(self) -> None:
-        self.last.register_forward_hook(functools.partial(_count, {}))
-
-
-class Static(Net):
-    """A static method with a default that counts."""
-
-    @staticmethod
-    def anneal(x: Tensor, training: bool, state: dict[str, int] = {"n": 0}) -> Tensor:  # noqa: B006
-        state["n"] += training
-        return x * (0.5 if state["n"] > 60 else 1.0)
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.anneal(x, self.training)
-
-
-class BehindMuch(Net):
-    """A counter that comes after very many objects."""
-
-    def make(self) -> None:
-        self.adjacency = [[number] for number in range(30_000)]
-        self.schedule = Schedule()
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x * self.schedule()
-
-
-class OfC(Net):
-    """A number of C, which shows no attribute."""
-
-    def make(self) -> None:
-        self.n = ctypes.c_long(0)
-
-    def middle(self, x: Tensor) -> Tensor:
-        self.n.value += self.training
-        return x * (0.5 if self.n.value > 60 else 1.0)
 
 
 class OfHashes(Net):
@@ -1039,8 +895,6 @@ class OfHashes(Net):
 
 
 class TiedByData(Net):
-    """Two parameters in one memory: a cast, a restore or a shard would part them."""
-
     def make(self) -> None:
         self.again = nn.Linear(self.last.in_features, self.last.out_features)
         self.again.weight.data = self.last.weight.data
@@ -1099,8 +953,6 @@ class Observing(Net):
 
 
 class OnlyLoss:
-    """A task without metrics."""
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, targets, reduction="sum")
 
@@ -1252,8 +1104,6 @@ class CountsPadding:
 
 
 class Clocked:
-    """A part with a column that a clock measures."""
-
     def row(self, loop: Any) -> dict[str, float]:
         return {"clock": time.perf_counter()}
 

@@ -99,8 +99,6 @@ class Polling(Points):
 
 
 class OfProcess(Points):
-    """Its samples depend on the process that fetches them."""
-
     def __getitem__(self, i: int) -> Any:
         info = torch.utils.data.get_worker_info()
         x, y = super().__getitem__(i)
@@ -140,7 +138,6 @@ class Damaged(Points):
 
 
 def drop(samples: list[Any]) -> Any:
-    """Collate the samples that are there."""
     return default_collate([sample for sample in samples if sample is not None])
 
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -23,17 +24,28 @@ import torch.distributed.elastic.rendezvous.static_tcp_rendezvous
 import torch.distributed.fsdp
 from safetensors.torch import load_file
 
+import framework.data.synthetic
 import framework.launch.worker
+import framework.loggers.console
 import framework.modes.train
+import framework.modules.pretrained
 import framework.parallel.parallelize
+import framework.preflight.dry_build
+import framework.preflight.optimizer
 import framework.preflight.rehearsal
 import framework.runs.provenance
+import framework.tasks.language_modeling
+import models.cnn
+import models.gpt
+import models.mlp  # noqa: F401
 from framework.cli.run import admit, checked_line, start
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
+from framework.config.overrides import parse
 from framework.config.schema import RunConfig
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.exits import Exit
+from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_compiler import import_dynamo
 from train import main
 
@@ -55,15 +67,12 @@ _COMPOSED = set[tuple[str, ...]]()
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended."""
-
     code: int
     output: str  # stdout and stderr
     root: Path
 
     @property
     def directory(self) -> Path:
-        """The one run directory under the root."""
         found = [path.parent for path in files_below(self.root, "config.yaml") if "wandb" not in path.parts]  # it has one too
         assert len(found) == 1, f"{len(found)} run directories in {self.root}: {found}\n{self.output}"
         return found[0]
@@ -164,6 +173,8 @@ def refused(*words: str) -> str:
 
 def compose_once(overrides: Sequence[str]) -> None:
     """Compose the options that are chosen here, so that the children inherit what it takes: Hydra's parsers and files."""
+    for word in overrides:
+        parse(word)
     choices = tuple(word for word in overrides if re.match(r"\w+=[\w+-]+$", word))
     if choices not in _COMPOSED:
         _COMPOSED.add(choices)
@@ -176,7 +187,6 @@ def _output(root: Path) -> Path:
 
 
 def end(process: Any, *, root: Path, timeout_s: float = 120.0) -> Ended:
-    """Wait for a command."""
     process.join(timeout_s)
     if process.is_alive():
         process.kill()
@@ -222,6 +232,7 @@ def _child(
         if not with_curves:
             framework.modes.train.draw_curves = lambda *_, **__: None
         framework.runs.provenance.git_state = lambda _: None  # it takes git a while
+        os.fsync = lambda descriptor: None  # no test cuts the power but of a model of a disk (tests/torture/power_cut.py)
         if before is not None:
             before()
         code = run(overrides)
@@ -269,6 +280,16 @@ def before_each(owner: Any, name: str, act: Callable[..., object]) -> None:
 def after_each(owner: Any, name: str, act: Callable[..., object]) -> None:
     """Let each call of `owner.name` end with `act`, which is given its arguments."""
     around(owner, name, lambda original, *args, **kwargs: (original(*args, **kwargs), act(*args, **kwargs))[0])
+
+
+def signal_before(owner: Any, name: str) -> None:
+    """Let a process send itself SIGTERM before a call of `owner.name`, and wait until the signal, which a thread may hear, is there."""
+
+    def send(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: PREEMPTION.requested, what="the signal")
+
+    before_each(owner, name, send)
 
 
 def note_steps() -> None:

@@ -20,7 +20,7 @@ class Listening(Synthetic):
 
     num_batches = 0
 
-    def transform(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def transform(self, *args, **kwargs):
         self.num_batches += 1
         if self.num_batches == 10:
             me = psutil.Process()

@@ -48,7 +48,7 @@ class OneBlock(Plain):
 class Answering(nn.Linear):
     """Answers parameters() itself, without the argument that torch's method takes, and with a list of some of them."""
 
-    def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
+    def parameters(self) -> list[nn.Parameter]:
         return [self.weight]
 
 
@@ -101,16 +101,12 @@ class Chained(Plain):
 
 
 class Unused(OneBlock):
-    """Something is there that the forward does not use."""
-
     def make_layers(self, dim: int) -> None:
         super().make_layers(dim)
         self.spare = nn.Linear(dim, dim)
 
 
 class Scalar(OneBlock):
-    """A parameter without dimensions, as a temperature is."""
-
     def make_layers(self, dim: int) -> None:
         super().make_layers(dim)
         self.temperature = nn.Parameter(torch.tensor(1.0))

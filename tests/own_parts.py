@@ -7,6 +7,12 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()
+def scale(loop: Any, factor: float) -> None:
+    for parameter in loop.trained().values():
+        parameter.mul_(factor)
+
+
 class Lookahead:
     """Every `every` steps the weights go back half of the way to where they were: state as large as the model."""
 
@@ -53,18 +59,14 @@ class Prune:
 
 
 class Grows:
-    """Keeps a tensor that is longer after each step."""
-
     def __init__(self) -> None:
         self.losses = torch.zeros(0, dtype=torch.float64)
 
     def gradients_ready(self, loop: Any) -> None:
         self.losses = torch.cat([self.losses, torch.tensor([loop.loss()], dtype=torch.float64)])
 
-    @torch.no_grad()
     def step_taken(self, loop: Any) -> None:
-        for parameter in loop.trained().values():
-            parameter.mul_(1 - 1e-3 * float(self.losses.mean()))
+        scale(loop, 1 - 1e-3 * float(self.losses.mean()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen/losses": self.losses}
@@ -82,10 +84,8 @@ class Loss:
     def gradients_ready(self, loop: Any) -> None:
         self.mean.mul_(0.5).add_(torch.tensor([loop.loss(), float(torch.rand(()))], dtype=torch.float64))
 
-    @torch.no_grad()
     def step_taken(self, loop: Any) -> None:
-        for parameter in loop.trained().values():
-            parameter.mul_(1 - 1e-3 * float(self.mean.sum()))
+        scale(loop, 1 - 1e-3 * float(self.mean.sum()))
 
     def row(self, loop: Any) -> dict[str, float]:
         return {"mean_loss": self.mean[0]}  # a tensor
@@ -106,8 +106,6 @@ class Shrinks:
 
 
 class Stopper:
-    """Ends the run by what it computes."""
-
     def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
         if split == "val" and loop.step >= 2:
             loop.stop("it is good enough")
@@ -176,22 +174,16 @@ class Moments:
 
 
 class Nothing:
-    """Has no moment."""
-
     def step_takn(self, loop: Any) -> None: ...
 
 
 class Forgets:
-    """Counts, and no checkpoint knows."""
-
     def __init__(self) -> None:
         self.count = 0
 
-    @torch.no_grad()
     def step_taken(self, loop: Any) -> None:
         self.count += 1
-        for parameter in loop.trained().values():
-            parameter.mul_(1 - 1e-3 * self.count)
+        scale(loop, 1 - 1e-3 * self.count)
 
 
 class Unstorable:
@@ -209,12 +201,8 @@ class FailsLate:
 
 
 class OfRank:
-    """Does something else on each rank."""
-
-    @torch.no_grad()
     def step_taken(self, loop: Any) -> None:
-        for parameter in loop.trained().values():
-            parameter.mul_(0.9 if loop.is_main else 1.1)
+        scale(loop, 0.9 if loop.is_main else 1.1)
 
 
 class TakenColumn:
@@ -245,13 +233,9 @@ class StateOfRank:
 
 
 class OnOneRankLate:
-    """From the fifth step on, rank 0 has other weights."""
-
-    @torch.no_grad()
     def step_taken(self, loop: Any) -> None:
         if loop.step >= 5 and loop.is_main:
-            for parameter in loop.trained().values():
-                parameter.mul_(0.9)
+            scale(loop, 0.9)
 
 
 class EveryFifthOnShards:
@@ -272,25 +256,19 @@ class Judges:
     def __init__(self) -> None:
         self.best = float("inf")
 
-    @torch.no_grad()
     def evaluated(self, loop: Any, split: str, row: Any) -> None:
         if row["loss"] > self.best:
-            for parameter in loop.trained().values():
-                parameter.mul_(0.5)
+            scale(loop, 0.5)
         self.best = min(self.best, row["loss"])
 
 
 class StopsOnOneRank:
-    """Rank 0 has seen enough."""
-
     def step_taken(self, loop: Any) -> None:
         if loop.step == 4 and loop.is_main:
             loop.stop("rank 0 has seen enough")
 
 
 class Letters:
-    """A tokenizer: each character is a token."""
-
     def encode(self, text: str) -> list[int]:
         return [ord(character) - ord("a") for character in text]
 

@@ -44,7 +44,6 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def commands(page: str) -> list[Command]:
-    """Return the page's commands in order."""
     return list(_commands(page))
 
 
@@ -77,7 +76,6 @@ def project(folder: Path, *, page: str | None = None) -> Path:
 
 
 def files(page: str) -> dict[str, str]:
-    """Return the files that the page shows, by name."""
     found = [
         re.match(r"(?:# @package \S+\n)?# (\S+)\n", text) for language, text in blocks(page) if language in ("python", "yaml")
     ]

@@ -66,14 +66,14 @@ def _train(world: World, config: RunConfig, stop: int | None) -> Trained:
     result, build = Trained(), Builder(config, world=world)
     trainer = build.trainer()
     _continue(trainer, build)
-    trainer.recorder.log = lambda row: result.rows.append({key: row[key] for key in row if key not in MACHINE})  # type: ignore[method-assign]
+    trainer.recorder.log = lambda row: result.rows.append({key: row[key] for key in row if key not in MACHINE})
     take = trainer.train_step
 
     def train_step(*arguments: Any, **named: Any) -> Any:
         PREEMPTION.signum = signal.SIGTERM if trainer.progress.step + 1 == stop else PREEMPTION.signum
         return take(*arguments, **named)
 
-    trainer.train_step = train_step  # type: ignore[method-assign]
+    trainer.train_step = train_step
     assert trainer.fit() == (stop is None), f"ended after {trainer.progress.step} steps"
     trainer.saver.close()
     with trainer.update.averaged():

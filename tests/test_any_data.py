@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import Ended, Says, assert_close, assert_same_bits, command, finished
-from tests.test_resume import after_step, crash
+from tests.harness import Ended, Says, assert_close, command, finished
+from tests.test_resume import assert_survives_a_kill
 
 RUN = ["precision=fp64", "global_batch_size=10", "trainer.max_epochs=null", "trainer.max_steps=7", "trainer.eval_every=3", "trainer.log_every=1",
        "optimizer.lr=0.01", "checkpoint.every=2"]  # fmt: skip
@@ -190,8 +190,7 @@ def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: s
 def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, one: Make, tmp_path: Path) -> None:
     line, _ = one(what)
     both = [*line, "parallel=fsdp", TWO]
-    assert command(*both, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
-    assert_same_bits(finished(*both, root=tmp_path / "cut"), finished(*both, root=tmp_path / "whole"))
+    assert_survives_a_kill(*both, at=5, root=tmp_path)
 
 
 def test_what_a_sample_draws_depends_on_its_number_also_without_micro_batches(tmp_path: Path) -> None:
@@ -205,7 +204,7 @@ def test_missing_splits_are_shares_of_the_first_and_share_no_sample(one: Make) -
     from framework.data.map_style import MapStyle
 
     data = MapStyle(train=lambda: Pictures(), shares={"val": 0.2, "test": 0.1})
-    numbers = [set(data.load(split)._numbers) for split in ("train", "val", "test")]  # type: ignore[attr-defined, arg-type]
+    numbers = [set(data.load(split)._numbers) for split in ("train", "val", "test")]
     assert [len(part) for part in numbers] == [28, 8, 4] and set.union(*numbers) == set(range(40))
 
 

@@ -62,9 +62,9 @@ def note_state(path: Path) -> Callable[[], None]:
         def restore_and_write(path: Path, kept: PlainState, held: TrainingState, *, world: World) -> None:
             restore(path, kept, held, world=world)
             write(state_tensors(held), world)
-            CheckpointStore.save = original  # type: ignore[method-assign]  # what was restored is what counts
+            CheckpointStore.save = original  # what was restored is what counts
 
-        CheckpointStore.save = save  # type: ignore[method-assign,assignment]
+        CheckpointStore.save = save
         run.restore = restore_and_write
 
     return plant

@@ -12,7 +12,7 @@ from framework.config.folders import options
 from framework.data.order import Order
 from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, once
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, MODELS, NOT_EQUAL, RUN, SMALL, layouts, name
-from tests.test_resume import after_step, crash
+from tests.test_resume import assert_survives_a_kill
 
 STRATEGIES = [
     (strategy, *layouts(strategy)[0])
@@ -119,9 +119,7 @@ KILLED = [("SelfDistillation", "ddp"), ("Contrastive", "fsdp")]
 @pytest.mark.parametrize(("task", "strategy"), KILLED)
 def test_killed_a_step_of_ones_own_ends_with_the_same_bits(task: str, strategy: str, tmp_path: Path) -> None:
     line = [*own_step(task), "checkpoint.every=2", f"parallel={strategy}", "launch.nproc_per_node=2"]
-    whole = finished(*line, root=tmp_path / "whole")
-    assert command(*line, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
-    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+    assert_survives_a_kill(*line, at=3, root=tmp_path)
 
 
 def test_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
@@ -137,11 +135,7 @@ FAULTS = {
     "mean": ("MeanLoss", [], "task: its loss of a batch is the mean of its halves' losses"),
     "trained teacher": ("TrainedTeacher", [], "task: its parameter teacher.stem.1.weight would not be trained"),
     "no average": ("SelfDistillation", ["trainer.ema_decay=null"], "trainer.ema_decay: null, but the task's step needs"),
-    "gather by micro-batches": (
-        "Contrastive",
-        ["invariance=bitwise"],
-        "invariance: bitwise, which runs each micro-batch alone",
-    ),
+    "gather by micro-batches": ("Contrastive", ["invariance=bitwise"], "invariance: bitwise, which runs each micro-batch alone"),
     "no rows": ("NoRows", [], "step() returns a number, which has no rows"),
     "no loss": ("NoLoss", [], "step() returns outputs, and no loss"),
     "compression": (
@@ -149,7 +143,7 @@ FAULTS = {
         ["parallel=ddp", "parallel.compression=fp16", "launch.nproc_per_node=2"],
         "parallel.hook: extras.compression.hooks.half",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.quick(2)

@@ -87,7 +87,7 @@ def test_the_table_of_a_model_folds_names_and_no_numbers_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     file = io.StringIO()
-    file.isatty = lambda: True  # type: ignore[method-assign]
+    file.isatty = lambda: True
     whole = {"name": "", "kind": "ViTForImageClassification", "count": 1, "shape": "(2, 10)"}
     layer = {"name": "vit.encoder.layer.0", "kind": "ViTLayer", "count": 2, "shape": "(2, 17, 32)"}
     sizes = {"parameters": 184_000, "trained": 184_000, "flops": 184e3}

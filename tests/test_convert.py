@@ -118,22 +118,16 @@ DAMAGED = "is not a file of torch.save, or is damaged"
         (lambda path: torch.save({"more": payload(path)}, path, _use_new_zipfile_serialization=False), CODE),
         (lambda path: path.write_bytes(pickle.dumps(payload(path), protocol=2)), CODE),
         (lambda path: torch.save(Own(), path), "needs more than weights: Own torch.save() its state_dict()"),
-        (
-            lambda path: torch.save({"weight": torch.zeros(1).expand(1 << 40)}, path),
-            "has weight, which has more values than the file",
-        ),
+        (lambda path: torch.save({"weight": torch.zeros(1).expand(1 << 40)}, path), "has weight, which has more values than the file"),
         (lambda path: torch.jit.script(nn.Linear(2, 2)).save(path), "is a TorchScript program"),
         (lambda path: path.write_text("hello"), DAMAGED),
         (truncated, DAMAGED),
         (lambda path: torch.save([torch.zeros(2)], path), "has no named tensors"),
-        (
-            lambda path: torch.save({"a": torch.zeros(2).to_sparse()}, path),
-            "has a, which is torch.sparse_coo, quantized or without storage",
-        ),
+        (lambda path: torch.save({"a": torch.zeros(2).to_sparse()}, path), "has a, which is torch.sparse_coo, quantized or without storage"),
         (lambda path: None, "cannot be read (No such file or directory)"),
         (lambda path: path.mkdir(), "is a directory instead of a file"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning", "ignore:`torch.jit.save:DeprecationWarning")
 def test_what_is_no_file_of_weights_is_refused_and_not_run(make: Callable[[Path], Any], said: str, tmp_path: Path) -> None:
     make(tmp_path / "theirs.pth")

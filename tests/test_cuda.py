@@ -83,7 +83,7 @@ def batches(*, augment: bool, num_workers: int, device: str, is_plain: bool) -> 
     dataset = Digits(augment=augment, num_workers=num_workers)
     if not is_plain:
         transform = dataset.transform
-        dataset.transform = lambda *args, **kwargs: transform(*args, **kwargs)  # type: ignore[method-assign]
+        dataset.transform = lambda *args, **kwargs: transform(*args, **kwargs)
     source, where = dataset.load("train"), torch.device(device)
     order = Order(num_samples=len(source), global_batch_size=16, seed=3, drop_last=False)
     loader = Loader(dataset, source, order=order, micro_batch_size=8, dp_rank=0, dp_size=1, device=where, dtype=torch.float32)

@@ -66,7 +66,7 @@ def of(device: str, *, local_rank: int = 0, num_local: int = 1, num_devices: int
 
 
 def test_a_device_goes_with_its_backend() -> None:
-    table = {name: [BackendSection(name=name).device(asked) for asked in ("auto", "cuda", "cpu")]  # type: ignore[arg-type]
+    table = {name: [BackendSection(name=name).device(asked) for asked in ("auto", "cuda", "cpu")]
              for name in ("auto", "gloo", "nccl", "ucc")}  # fmt: skip
     assert table == {
         "auto": ["auto", "cuda", "cpu"],
@@ -220,7 +220,7 @@ def test_deterministic_is_on_where_bits_are_promised() -> None:
 def test_synchronised_statistics_are_counted_in_32_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
     layer, plain = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-    synchronise(nn.Sequential(layer), group=None, forward=SimpleNamespace(is_padding=False))  # type: ignore[arg-type]
+    synchronise(nn.Sequential(layer), group=None, forward=SimpleNamespace(is_padding=False))
     x = (torch.randn(38, 3, 57, 45, generator=torch.Generator().manual_seed(0)) + 3).to(dtype)  # 97,470 numbers a channel
     mine, theirs = layer(x), plain(x.float())
     assert mine.dtype == dtype and mine.isfinite().all()

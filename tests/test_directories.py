@@ -6,21 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from framework.runtime.exits import Exit
-from tests.harness import Says, assert_same_bits, command, files_below, finished
+from tests.harness import Says, assert_same_bits, command, files_below, finished, refused
 from tests.hosts import needs_hosts, own_mounts
 
 RUN = ["model=mlp", "model.dim=4", "dataset=synthetic", "dataset.num_train=64", "global_batch_size=32", "trainer.log_every=1"]
 
 
-@pytest.mark.parametrize(("name", "resume"), [(".ssh", "auto"), (".config.yaml", "never")])
-def test_a_home_with_nothing_but_hidden_files_is_not_taken(name: str, resume: str, tmp_path: Path) -> None:
-    (tmp_path / "home" / name).mkdir(parents=True)
-    refused = command(f"run.dir={tmp_path / 'home'}", f"run.resume={resume}", root=tmp_path / "runs")
-    assert refused.code == Exit.CONFIGURATION
-    assert f"is not a run's directory: it holds {name!r}" in refused.output
-    assert os.listdir(tmp_path) == ["home"] or sorted(os.listdir(tmp_path)) == ["home", "runs", "runs.output"]
-    assert os.listdir(tmp_path / "home") == [name]
+@pytest.mark.parametrize(("name", "resume"), [(".ssh", "auto"), (".config.yaml", "never"), ("docs", "auto"), ("docs", "never")])
+def test_a_directory_with_anything_that_is_no_run_s_is_not_taken(name: str, resume: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / name).mkdir(parents=True)
+    said = refused(f"run.dir={home}", f"run.resume={resume}")
+    assert said == f"run.dir: {home} is not a run's directory: it holds {name!r} (a new directory, which the run makes)\n"
+    assert os.listdir(tmp_path) == ["home"] and os.listdir(home) == [name]
 
 
 def test_starting_over_leaves_what_a_user_has_put_into_the_directory(tmp_path: Path) -> None:

@@ -189,7 +189,6 @@ def without_slurm() -> None:
 
 
 def shorter(line: str, *more: str) -> str:
-    """Return the line, if it trains, with what makes it short."""
     if re.search(r"train\.(py|sbatch)", line) is None or re.search(
         r" --(help|version|cfg|shell)|(mode=| )(eval|predict|export|report)( |$)|mode=status( run|$)| status runs", line
     ):

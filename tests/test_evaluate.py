@@ -5,9 +5,9 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from framework.config.frozen_file import freeze, recall
 from framework.modes import evaluate
 from framework.modes import load_run as restored
 from framework.runtime.lock import Lock
-from framework.runtime.preemption import PREEMPTION
-from tests.harness import Ended, before_each, begin, command, end, finished, once, typed, wait_for, wait_for_checkpoint
+from tests.checkpoint.test_damage import flip_a_bit
+from tests.harness import Ended, before_each, begin, command, end, finished, once, signal_before, typed, wait_for_checkpoint
 from tests.test_conformance import FOR_EXPERTS, layouts
 
 # tied weights, an average of the weights that is what is evaluated, splits that no world size divides
@@ -36,7 +36,6 @@ def run() -> Ended:
 
 
 def evaluated(run: Path, *overrides: str, root: Path, **options: Any) -> dict[str, Any]:
-    """Evaluate, and return what was added to the run's evaluations."""
     finished("mode=eval", f"run.dir={run}", *overrides, root=root, **options)
     return json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
 
@@ -58,7 +57,7 @@ def test_a_run_of_a_version_with_fewer_keys_is_evaluated_and_loaded(tmp_path: Pa
     config = recall(copy)
     for key in ("drop_last", "eval", "export", "logger", "trainer.divergence.back", "trainer.early_stopping.min_delta"):
         *sections, last = key.split(".")
-        del functools.reduce(dict.__getitem__, sections, config)[last]  # type: ignore[arg-type]  # a section
+        del functools.reduce(dict.__getitem__, sections, config)[last]  # a section
     freeze(config, copy)
     assert_equal(evaluated(copy, root=tmp_path / "none"), run().rows[-1])
     assert not load(copy).training
@@ -182,12 +181,7 @@ def leave(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "line", "code", "said"),
     [
-        (
-            leave,
-            "optimizer.lr=1",
-            78,
-            "optimizer.lr: cannot be given to mode=eval: the mode uses the run as it is (only run.dir",
-        ),
+        (leave, "optimizer.lr=1", 78, "optimizer.lr: cannot be given to mode=eval: the mode uses the run as it is (only run.dir"),
         (leave, "launch.nnodes=2", 78, "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2"),
         (leave, "eval.split=tst", 78, "eval.split: 'tst' is not valid (one of train, val, test; did you mean test?)"),
         (leave, "parallel=tensor launch.nproc_per_node=3", 78, "parallel.tensor: 3: does not divide the 16 features"),
@@ -195,15 +189,10 @@ def leave(run: Path) -> None:
         (lambda run: (run / "config.yaml").unlink(), "", 65, "is not a run: there is no config.yaml"),
         (spoil_configuration, "", 65, "config.yaml has changed since the run wrote it: its hash differs"),
         (lambda run: shutil.rmtree(run / "checkpoints"), "", 65, "run.checkpoint: last, but there is no "),
-        (
-            lambda run: (run / "model.safetensors").unlink(),
-            "run.checkpoint=final",
-            65,
-            "run.checkpoint: final, but there is no ",
-        ),
+        (lambda run: (run / "model.safetensors").unlink(), "run.checkpoint=final", 65, "run.checkpoint: final, but there is no "),
         (link_the_result_elsewhere, "", 65, "evaluations.jsonl is not a plain file"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_written(
     spoil: Callable[[Path], None], line: str, code: int, said: str, tmp_path: Path
 ) -> None:
@@ -241,16 +230,10 @@ def test_without_a_run_and_in_a_sweep(tmp_path: Path) -> None:
     assert swept.code == 78 and "mode: eval does nothing with a sweep (without -m)" in swept.output
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_damaged_checkpoint_is_refused_if_named_and_passed_over_if_not(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run().directory, copy)
-    flip_a_bit(next((copy / "checkpoints" / "step_00000010").glob("*.safetensors")))
+    flip_a_bit(next((copy / "checkpoints" / "step_00000010").glob("*.safetensors")), Random(0))
     for ranks in (1, 2):
         line = ["mode=eval", f"run.dir={copy}", "parallel=ddp", f"launch.nproc_per_node={ranks}", "run.checkpoint=10"]
         named = command(*line, root=tmp_path / "none")
@@ -269,20 +252,12 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 # --- stopped
 
 
-def signal_in_the_middle() -> None:
-    def send(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(lambda: PREEMPTION.requested, what="the signal, which another thread may have received")
-
-    before_each(evaluate, "measure", send)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_stops_it_and_nothing_is_written(ranks: int, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run().directory, copy, ignore=shutil.ignore_patterns("evaluations.jsonl"))
     line = ["mode=eval", f"run.dir={copy}", "parallel=ddp", f"launch.nproc_per_node={ranks}"]
-    stopped = command(*line, root=tmp_path / "none", before=signal_in_the_middle)
+    stopped = command(*line, root=tmp_path / "none", before=lambda: signal_before(evaluate, "measure"))
     assert stopped.code == 75, stopped.output
     assert "stopped; nothing was written" in stopped.output
     assert ("SIGTERM: stopping\n" in stopped.output) == (

@@ -37,7 +37,6 @@ def exported(run: Ended, *overrides: str, root: Path, **options: Any) -> Ended:
 
 
 def model_of(run: Ended) -> torch.nn.Module:
-    """Return the run's model with its final weights, in evaluation."""
     config = yaml.safe_load((run.directory / "config.yaml").read_text())
     model = components.model(config["model"], seed=config["seed"])
     model.load_state_dict(run.weights)
@@ -155,7 +154,7 @@ def spoil_weights() -> None:
 
 
 def hide_onnxruntime() -> None:
-    sys.modules["onnxruntime"] = None  # type: ignore[assignment]  # as if it were not installed
+    sys.modules["onnxruntime"] = None  # as if it were not installed
 
 
 def test_without_onnx_there_are_the_others_and_a_line(tmp_path: Path) -> None:

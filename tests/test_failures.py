@@ -143,7 +143,7 @@ def plant_broken_sample() -> None:
     def transform(self: Synthetic, inputs: torch.Tensor, targets: torch.Tensor, *, keys: object) -> None:
         raise ValueError("the planted broken sample")
 
-    Synthetic.transform = transform  # type: ignore[method-assign,assignment]
+    Synthetic.transform = transform
 
 
 def test_an_error_in_a_loader_process_ends_the_run_and_the_process(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_a_process_refuses_devices_that_cannot() -> None:
 def test_the_layers_of_blocks_are_converted_with_their_names_and_weights() -> None:
     torch.manual_seed(0)
     model = GPT(vocab_size=32, seq_len=8, dim=16, num_layers=2, num_heads=2, tie_embeddings=True)
-    model.layers[1].mlp.up = nn.Linear(16, 24)  # type: ignore[union-attr]  # no multiple of 16
-    model.layers[1].mlp.down = nn.Linear(24, 16)  # type: ignore[union-attr]
+    model.layers[1].mlp.up = nn.Linear(16, 24)  # no multiple of 16
+    model.layers[1].mlp.down = nn.Linear(24, 16)
     before = dict(model.named_parameters(remove_duplicate=False))
     names = multiply_in_float8(model, emulate=True)
     kinds = ("attention.key", "attention.out", "attention.query", "attention.value")

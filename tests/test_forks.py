@@ -40,7 +40,7 @@ def compute() -> list[dict[str, float]]:
 
 
 def test_a_child_of_a_process_that_has_computed_can_compute_on_all_cores() -> None:
-    found, failure = after_computing(lambda: in_child(compute, limit_s=30.0))  # type: ignore[misc]
+    found, failure = after_computing(lambda: in_child(compute, limit_s=30.0))
     assert failure is None and found[0]["sum"] == pytest.approx(1e6)
 
 
@@ -73,7 +73,7 @@ def test_only_a_lack_of_time_or_memory_leaves_a_child_s_work_unfinished(error: E
     _, failure = in_child(lambda: raise_error(error))
     assert failure is not None and failure.is_unfinished is is_unfinished
     assert failure.what.startswith(f"{type(error).__name__}: ") and f"at {__file__}:" in failure.what
-    _, late = in_child(lambda: time.sleep(60) or [], limit_s=0.2)  # type: ignore[func-returns-value]
+    _, late = in_child(lambda: time.sleep(60) or [], limit_s=0.2)
     assert late is not None and late.is_unfinished and late.what.startswith(f"it took more than 0 s, and is at {__file__}:")
 
 

@@ -130,50 +130,35 @@ def check(ended: Ended, elapsed_s: float, *, rank: int, stacks: dict[int, str]) 
     assert not leftovers(ended)
 
 
-TRAINING = [
-    ("ddp 2", 1, stop, "stop"),
-    pytest.param("ddp 3", 0, loop, "computes", marks=pytest.mark.slow),
-    pytest.param("fsdp 2", 0, loop_in_c, "computes", marks=pytest.mark.slow),
-    pytest.param("fsdp 3", 2, stop, "stop", marks=pytest.mark.slow),
-    pytest.param("fsdp 3", 1, loop, "computes", marks=pytest.mark.slow),
-    pytest.param("ddp 3", 2, loop_in_c, "computes", marks=pytest.mark.slow),
-    pytest.param("ddp 2", 0, sleep, "waits, but not", marks=pytest.mark.slow),
+HANGS = [  # where a rank acts, the phase that is named, and the function in which the others are
+    ("ddp 2", 1, stop, in_training, "training", "train", "stop"),
+    ("ddp 3", 0, loop, in_training, "training", "train", "computes"),
+    ("fsdp 2", 0, loop_in_c, in_training, "training", "train", "computes"),
+    ("fsdp 3", 2, stop, in_training, "training", "train", "stop"),
+    ("fsdp 3", 1, loop, in_training, "training", "train", "computes"),
+    ("ddp 3", 2, loop_in_c, in_training, "training", "train", "computes"),
+    ("ddp 2", 0, sleep, in_training, "training", "train", "waits, but not"),
+    ("ddp 3", 1, stop, in_evaluation, "evaluation", "evaluate", "stop"),
+    ("fsdp 2", 1, stop, in_a_save, "saving", "save", "stop"),
+    ("ddp 2", 0, loop, in_evaluation, "evaluation", "evaluate", "computes"),
+    ("fsdp 3", 0, stop, in_evaluation, "evaluation", "evaluate", "stop"),
+    ("ddp 2", 0, stop, in_a_save, "saving", "save", "stop"),
+    ("ddp 3", 2, loop_in_c, in_a_save, "saving", "save", "computes"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "rank", "act", "manner"), TRAINING)
-def test_a_rank_that_hangs_in_training_is_named_and_the_same_command_continues(
-    strategy: str, rank: int, act: Act, manner: str, whole: Callable[[str], Ended], tmp_path: Path
-) -> None:
-    ended, elapsed_s = hang(strategy, rank, act, in_training, folder=tmp_path)
-    stacks = dict.fromkeys(range(int(strategy[-1])), "train") | {rank: act.__name__}
-    check(ended, elapsed_s, rank=rank, stacks=stacks)
-    assert f"rank {rank} hangs: it " in ended.summary["error"] and manner in ended.summary["error"]
-    assert f"in step {AT + 1} (training), at {__file__}:" in ended.summary["error"]
-    assert ended.summary["error"].count(f"in step {AT + 1} (training), at ") == int(strategy[-1])  # none has gone on
-    assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
-
-
-ELSEWHERE = [
-    pytest.param("ddp 3", 1, stop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
-    pytest.param("fsdp 2", 1, stop, in_a_save, "saving", "save", marks=pytest.mark.slow),
-    pytest.param("ddp 2", 0, loop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
-    pytest.param("fsdp 3", 0, stop, in_evaluation, "evaluation", "evaluate", marks=pytest.mark.slow),
-    pytest.param("ddp 2", 0, stop, in_a_save, "saving", "save", marks=pytest.mark.slow),
-    pytest.param("ddp 3", 2, loop_in_c, in_a_save, "saving", "save", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("strategy", "rank", "act", "where", "phase", "function"), ELSEWHERE)
-def test_a_rank_that_hangs_in_evaluation_or_in_a_save_is_named_and_the_same_command_continues(
-    strategy: str, rank: int, act: Act, where: Callable[[Act], None], phase: str, function: str,
+@pytest.mark.parametrize(("strategy", "rank", "act", "where", "phase", "function", "manner"), HANGS)
+def test_a_rank_that_hangs_is_named_and_the_same_command_continues(
+    strategy: str, rank: int, act: Act, where: Callable[[Act], None], phase: str, function: str, manner: str,
     whole: Callable[[str], Ended], tmp_path: Path,
 ) -> None:  # fmt: skip
     ended, elapsed_s = hang(strategy, rank, act, where, folder=tmp_path)
-    stacks = dict.fromkeys(range(int(strategy[-1])), function) | {rank: act.__name__}
-    check(ended, elapsed_s, rank=rank, stacks=stacks)
-    assert f"({phase}), at {__file__}:" in ended.summary["error"]
+    num_ranks, error = int(strategy[-1]), ended.summary["error"]
+    check(ended, elapsed_s, rank=rank, stacks=dict.fromkeys(range(num_ranks), function) | {rank: act.__name__})
+    assert f"rank {rank} hangs: it " in error and manner in error and f"({phase}), at {__file__}:" in error
+    if where is in_training:  # no rank has gone on
+        assert error.count(f"in step {AT + 1} (training), at ") == num_ranks
     assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
 
 
@@ -254,12 +239,13 @@ def the_agreements(act: Act) -> None:
 
 LEFT_OUT = [
     ("ddp 2", 1, the_gradients, ()),
-    pytest.param("ddp 3", 0, the_agreements, (), marks=pytest.mark.slow),
-    pytest.param("fsdp 2", 0, the_norm, (), marks=pytest.mark.slow),
-    pytest.param("ddp 3", 2, the_gradients, ("trainer.log_every=100",), marks=pytest.mark.slow),
+    ("ddp 3", 0, the_agreements, ()),
+    ("fsdp 2", 0, the_norm, ()),
+    ("ddp 3", 2, the_gradients, ("trainer.log_every=100",)),
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "rank", "what", "options"), LEFT_OUT)
 def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_continues(
     strategy: str, rank: int, what: Callable[[Act], None], options: tuple[str, ...],

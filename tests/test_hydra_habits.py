@@ -21,7 +21,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def experiment(folder: Path, text: str) -> str:
-    """Write an experiment; return the word that chooses it."""
     (folder / "conf" / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
     return "experiment=mine"
 
@@ -70,6 +69,7 @@ class Mine(Callback):
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where", ["file", "line"])
 def test_callbacks_are_called_once_around_a_run_on_two_processes(where: str, folder: Path) -> None:
     (folder / "mine.py").write_text(CALLBACK)
@@ -81,7 +81,8 @@ def test_callbacks_are_called_once_around_a_run_on_two_processes(where: str, fol
     assert (folder / "calls").read_text().splitlines() == ["run_start 3", "job_start train", "job_end COMPLETED", "run_end"]
 
 
-@pytest.mark.parametrize("where", ["file", "line"])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("where", ["line", "file"])
 def test_callbacks_are_called_around_a_sweep_and_each_of_its_jobs(where: str, folder: Path) -> None:
     (folder / "mine.py").write_text(CALLBACK)
     in_file = experiment(folder, "hydra: {callbacks: {mine: {_target_: mine.Mine, file: calls}}}")
@@ -122,7 +123,6 @@ def work():
 
 @pytest.fixture
 def launcher(folder: Path) -> Path:
-    """The file of a launcher of the user."""
     (folder / "mine.py").write_text(LAUNCHER + CALLBACK.replace("Mine", "Called"))
     path = folder / "conf" / "hydra" / "launcher" / "mine.yaml"
     path.parent.mkdir(parents=True)

@@ -93,10 +93,8 @@ def test_two_configurations_are_one_run(one: dict[str, Any], other: dict[str, An
     (["parallel=local-sgd"], ["parallel=diloco"], False),
     (["invariance=bitwise", "micro_batch_size=8", "parallel=ddp"], ["micro_batch_size=8", "parallel=ddp"], False),
     (["trainer.log_every=5"], [], True),
-    (["trainer.log_every=5", STOPS, "trainer.early_stopping.monitor=val/loss"],
-     [STOPS, "trainer.early_stopping.monitor=val/loss"], True),
-    (["trainer.log_every=5", STOPS, "trainer.early_stopping.monitor=train/loss"],
-     [STOPS, "trainer.early_stopping.monitor=train/loss"], False),
+    (["trainer.log_every=5", STOPS, "trainer.early_stopping.monitor=val/loss"], [STOPS, "trainer.early_stopping.monitor=val/loss"], True),
+    (["trainer.log_every=5", STOPS, "trainer.early_stopping.monitor=train/loss"], [STOPS, "trainer.early_stopping.monitor=train/loss"], False),
     (["trainer.log_every=5", "part=gradient_norms"], ["part=gradient_norms"], False),  # a part knows which steps have rows
     (["trainer.activation_checkpointing=true", "trainer.activation_offload=true"], [], True),
     (["trainer.early_stopping.monitor=val/accuracy"], [], True),  # without patience

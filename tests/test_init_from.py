@@ -170,12 +170,9 @@ def damage_of(kind: str, folder: Path) -> None:
         ("place", "model.init_from: is in model-00002-of-00002.safetensors, but ... is not there"),
         ("escape", "model.init_from: names '../hub/model-0000 which is not a safetensors file beside it"),
         ("nothing", "model.init_from: is a directory instead of a file, without a model.safetensors"),
-        (
-            "pickle",
-            "model.init_from: without a model.safetensors `steadfast convert pytorch_model.bin` makes a safetensors file",
-        ),
+        ("pickle", "model.init_from: without a model.safetensors `steadfast convert pytorch_model.bin` makes a safetensors file"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_folder_is_refused(kind: str, line: str, tmp_path: Path) -> None:
     folder = sharded(first().weights, tmp_path / "hub")
     damage_of(kind, folder)

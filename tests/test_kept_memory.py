@@ -15,7 +15,7 @@ from framework.cli.kept_memory import kept_memory
 from framework.distributed.world import World
 from framework.optim.update import Update
 from framework.training.loop import Trainer
-from tests.harness import checked, finished
+from tests.harness import after_each, before_each, checked, finished
 from tests.test_loop import TINY
 
 GPT = ["model=gpt", "dataset=text", "device=cpu", "dataset.seq_len=16", "model.dim=32", "model.num_layers=8"]
@@ -27,7 +27,6 @@ def build(*line: str) -> Builder:
 
 def measure(folder: Path) -> None:
     """Let each rank of a run write how many bytes it has after a step."""
-    fit, take = Trainer.fit, Update.take
     trainers: list[Trainer] = []
 
     def size(value: Any) -> int:
@@ -36,23 +35,19 @@ def measure(folder: Path) -> None:
             return mine.numel() * mine.element_size()
         return sum(map(size, value.values())) if isinstance(value, dict) else 0
 
-    def noted_fit(self: Trainer) -> bool:
-        trainers.append(self)
-        return fit(self)
-
-    def noted_take(self: Update, step: int, **options: Any) -> None:
-        take(self, step, **options)
+    def note(update: Update, *_: Any, **__: Any) -> None:
         module = trainers[0].engine.module
         found = {
             "parameters": size(dict(module.named_parameters())),
             "buffers": size(dict(module.named_buffers())),
             "gradients": sum(size(parameter.grad) for parameter in module.parameters()),
-            "optimizer": size(dict(self.optimizer.state)),
-            "average": size(self.average.tensors) if self.average is not None else 0,
+            "optimizer": size(dict(update.optimizer.state)),
+            "average": size(update.average.tensors) if update.average is not None else 0,
         }
         (folder / f"bytes_{trainers[0].world.rank}.json").write_text(json.dumps(found))
 
-    Trainer.fit, Update.take = noted_fit, noted_take  # type: ignore[method-assign]
+    before_each(Trainer, "fit", trainers.append)
+    after_each(Update, "take", note)
 
 
 @pytest.mark.quick(3)

@@ -59,7 +59,6 @@ def test_packages_import_what_the_street_plan_allows() -> None:
 
 
 def importing(roots: set[str], paths: list[Path]) -> list[str]:
-    """Return the files that import one of these packages."""
     return [name(path) for path in paths if {imported.split(".")[0] for imported in imports(path)} & roots]
 
 

@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,18 @@ from framework.loggers import background
 from framework.loggers.sink import RunInfo
 from framework.runs.metrics_file import MACHINE
 from framework.training.loop import Trainer
-from tests.harness import Ended, after_each, assert_same_bits, before_each, command, files_below, finished, once, wait_for
+from tests.harness import (
+    Ended,
+    after_each,
+    assert_same_bits,
+    before_each,
+    command,
+    files_below,
+    finished,
+    once,
+    together,
+    wait_for,
+)  # fmt: skip
 from tests.test_resume import after_step, crash, preempt
 from tests.wandb_server import WandbServer, wandb_server
 
@@ -55,7 +67,6 @@ def scalars_of(rows: list[dict[str, Any]]) -> Scalars:
 
 
 def tensorboard_events(directory: Path) -> Any:
-    """Read the event files as TensorBoard does."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     everything = {"scalars": 0, "images": 0, "tensors": 0, "histograms": 0}
@@ -133,7 +144,7 @@ def test_tensorboard_holds_each_step_once_after_kills(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_checkpoint(tmp_path: Path) -> None:
     def lose() -> None:
-        TensorBoard.log = lambda self, row: None  # type: ignore[method-assign]  # as a buffer that is never written
+        TensorBoard.log = lambda self, row: None  # as a buffer that is never written
         after_step(6, crash)()
 
     line = [*RUN, "logger=tensorboard"]
@@ -143,7 +154,10 @@ def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_chec
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
 
 
-def test_tensorboard_has_the_hparams_with_the_final_and_the_best_metrics(tmp_path: Path) -> None:
+def test_tensorboard_has_the_hparams_the_final_and_best_metrics_and_the_first_images_once_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    from PIL import Image
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     line = [*RUN, "logger=tensorboard", "optimizer.lr=0.01"]
@@ -162,13 +176,17 @@ def test_tensorboard_has_the_hparams_with_the_final_and_the_best_metrics(tmp_pat
     assert measured == {"best/val/loss", *columns}
     assert_equal(tensorboard_scalars(run.directory, splits=("final", "best")), {("best/val/loss", 16): best})
     assert {tag.partition("/")[0] for tag in reader.Tags()["scalars"]} == {"train", "val", "test", "best"}
+    (event,) = reader.Images("samples")
+    shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+    squares = {shown[y : y + 8, x : x + 8].tobytes() for y in range(shown.shape[0] - 7) for x in range(shown.shape[1] - 7)}
+    images, _ = Synthetic(num_train=64, num_val=20, num_test=20, image_size=8).load("train").gather(np.arange(8))
+    assert all(image.transpose(1, 2, 0).tobytes() in squares for image in images)
 
 
 HISTOGRAMS = [*RUN, "part=histograms", "part.histograms.every=5", "part.histograms.bins=7"]
 
 
 def lists_of(run: Ended) -> list[dict[str, Any]]:
-    """Return the rows with their lists."""
     return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -261,23 +279,6 @@ def test_mlflow_has_the_values_of_a_step_that_was_taken_again_under_any_name(tmp
     }
 
 
-def test_tensorboard_shows_the_first_training_images_when(tmp_path: Path) -> None:
-    from PIL import Image
-
-    line = [*RUN, "logger=tensorboard"]
-    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
-    run = finished(*line, root=tmp_path / "runs")
-    (event,) = tensorboard_events(run.directory).Images("samples")
-    shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
-    images, _ = Synthetic(num_train=64, num_val=20, num_test=20, image_size=8).load("train").gather(np.arange(8))
-    for image in images:
-        assert any(
-            np.array_equal(shown[y : y + 8, x : x + 8], image.transpose(1, 2, 0))
-            for y in range(shown.shape[0] - 7)
-            for x in range(shown.shape[1] - 7)
-        )
-
-
 def test_tensorboard_shows_the_first_training_texts(tmp_path: Path) -> None:
     (tmp_path / "poem.txt").write_text("Tyger Tyger, burning bright,\n  In the forests of the night;\n" * 40)
     run = finished(
@@ -325,25 +326,22 @@ def note_processes(folder: Path) -> Callable[[], None]:
 
 def test_wandb_is_one_run_equal_to_metrics_jsonl_after_resumes(tmp_path: Path) -> None:
     line, root = [*RUN, *DDP, *OFFLINE], tmp_path / "runs"
-    is_there = lambda: written(root, "*.wandb")  # noqa: E731
-    for step, act in ((5, preempt), (9, crash)):  # a preempted one may take a step more
-        plants = [note_processes(tmp_path), after_step(step, when(is_there, act))]
-        ended = command(*line, root=root, before=lambda plants=plants: [plant() for plant in plants] and None)
-        assert ended.code != 0, ended.output
-        before = len(files_below(root, "*.wandb"))
-        is_there = lambda n=before: len(files_below(root, "*.wandb")) > n  # type: ignore[misc]  # noqa: E731
+    killed = after_step(9, when(lambda: written(root, "*.wandb"), crash))
+    assert command(*line, "launch.max_restarts=0", root=root, before=together(note_processes(tmp_path), killed)).code != 0
     run = finished(*line, root=root)
-    assert run.summary["restarts"] == 2
+    assert run.summary["restarts"] == 1
     assert [path.name for path in tmp_path.glob("opened_by_rank_*")] == ["opened_by_rank_0"]
     files = wandb_files(run.directory)
-    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 3  # a file for each start, one id
+    assert [file.name for file in files] == [f"run-{run.summary['record_id']}.wandb"] * 2  # a file for each start, one id
     assert_equal(wandb_rows(files[-1]), scalars_of(run.rows))  # the last holds what the others may have lost
 
 
 def test_wandb_has_the_configuration_as_a_tree_the_last_and_best_metrics_and_on_demand_the_checkpoints(tmp_path: Path) -> None:
     more = ["logger.wandb.tags=[a,b]", "run.group=those", "logger.wandb.log_checkpoints=true"]
-    run = finished(*RUN, *OFFLINE, *more, root=tmp_path / "runs")
-    (file,) = wandb_files(run.directory)
+    auto = ["logger=wandb", "logger.wandb.mode=auto"]
+    run = finished(*RUN, *auto, *more, root=tmp_path / "runs", before=partial(use_wandb_key, None, tmp_path))
+    assert "WARNING" not in run.output
+    (file,) = wandb_files(run.directory)  # offline, without a key
     config = {item.key: json.loads(item.value_json) for item in wandb_run(file).config.update}
     frozen = yaml.safe_load((run.directory / "config.yaml").read_text())
     assert {name: config[name] for name in frozen if name != "hash"} == {k: v for k, v in frozen.items() if k != "hash"}
@@ -357,10 +355,11 @@ def test_wandb_has_the_configuration_as_a_tree_the_last_and_best_metrics_and_on_
     assert_holds_the_kept_checkpoints(file, run)
 
 
-def test_the_record_keeps_its_id_where_a_run_was_killed_before_its_first_checkpoint(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_record_s_id_and_when_it_began(tmp_path: Path) -> None:
     killed = command(*RUN, root=tmp_path / "runs", before=after_step(2, crash))
     assert not (killed.directory / "checkpoints").exists()
-    assert finished(*RUN, root=tmp_path / "runs").summary["record_id"] == killed.summary["record_id"]
+    again, before = finished(*RUN, root=tmp_path / "runs").summary, killed.summary
+    assert (again["record_id"], again["began"]) == (before["record_id"], before["began"])
 
 
 def test_another_run_and_one_that_starts_over_have_ids_of_their_own(tmp_path: Path) -> None:
@@ -386,19 +385,18 @@ def assert_holds_the_kept_checkpoints(file: Path, run: Ended) -> None:
     assert len(kept) == 2
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("mode", "key", "folders"), [("auto", None, "offline-run-*"), ("disabled", "k" * 40, None), ("offline", "k" * 40, "offline-run-*")]
-)  # fmt: skip
-def test_wandb_is_offline_without_an_api_key(mode: str, key: str | None, folders: str | None, tmp_path: Path) -> None:
-    def environment() -> None:
-        os.environ.pop("WANDB_MODE", None)
-        os.environ |= {"NETRC": str(tmp_path / "none"), "HOME": str(tmp_path)} | ({"WANDB_API_KEY": key} if key else {})
+def use_wandb_key(key: str | None, home: Path) -> None:
+    os.environ.pop("WANDB_MODE", None)
+    os.environ |= {"NETRC": str(home / "none"), "HOME": str(home)} | ({"WANDB_API_KEY": key} if key else {})
 
-    run = finished(*RUN, "logger=wandb", f"logger.wandb.mode={mode}", root=tmp_path / "runs", before=environment)
-    found = [path.name for path in run.directory.glob("wandb/*run-*") if path.name != "latest-run"]
-    assert len(found) == (folders is not None) and all(Path(name).match(folders or "") for name in found)
-    assert "WARNING" not in run.output
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "count"), [("disabled", 0), ("offline", 1)])
+def test_a_mode_of_wandb_counts_more_than_an_api_key(mode: str, count: int, tmp_path: Path) -> None:
+    with_key = partial(use_wandb_key, "k" * 40, tmp_path)
+    run = finished(*RUN, "logger=wandb", f"logger.wandb.mode={mode}", root=tmp_path / "runs", before=with_key)
+    found = [path for path in run.directory.glob("wandb/*run-*") if path.name != "latest-run"]
+    assert len(found) == count and all(path.match("offline-run-*") for path in found) and "WARNING" not in run.output
 
 
 # --- Weights & Biases, and a server that is of no use
@@ -475,65 +473,58 @@ def test_online_steps_never_go_backwards_and_none_is_lost(tmp_path: Path) -> Non
 # --- a sink that fails
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("method", ["log", "open", "close"])
-def test_a_sink_that_raises_is_a_warning_and_the_run_finishes(method: str, tmp_path: Path) -> None:
+def fail() -> None:
+    raise ConnectionError("the planted failure")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS = {  # a method of a sink, what it does, settings of its process, and what is said
+    "raises": ("log", fail, {}, "the planted failure"),
+    "dies": ("log", die, {}, "its process died"),
+    "takes nothing": ("__init__", signal.pause, {"_MOST_BYTES": -1}, "it reads nothing"),
+    "raises when it is opened": ("open", fail, {}, "the planted failure"),
+    "raises when it is closed": ("close", fail, {}, "the planted failure"),
+    "hangs": ("__init__", signal.pause, {"TIMEOUT_S": 0.2, "_MARGIN_S": 0.2}, "it did not end within 0 s"),
+    "hangs when it is closed": ("close", signal.pause, {"TIMEOUT_S": 2.0, "_MARGIN_S": 0.2}, "it did not end within 2 s"),
+}
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_sink_that_fails_is_a_warning_and_the_run_and_other_sinks_go_on(fault: str, tmp_path: Path) -> None:
+    method, act, settings, words = FAULTS[fault]
+
+    def note_and_act(*_: object) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        act()
+
     def plant() -> None:
-        def fail(self: TensorBoard, *args: object) -> None:
-            raise ConnectionError("the planted failure")
+        for name, value in settings.items():
+            setattr(background, name, value)
+        setattr(TensorBoard, method, note_and_act)
 
-        setattr(TensorBoard, method, fail)
-
-    run = finished(*RUN, *DDP, "logger=tensorboard", root=tmp_path / "runs", before=plant)
-    warning = "WARNING: logger tensorboard is off for the rest of this run: the planted failure"
-    assert run.output.count(warning) == run.output.count("WARNING") == 1
-    assert run.summary["status"] == "finished" and len(run.rows) == 16 + 4 + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["__init__", "close"])
-def test_a_sink_that_hangs_is_a_warning_and_the_run_finishes(method: str, tmp_path: Path) -> None:
-    def plant() -> None:
-        background.TIMEOUT_S = background._MARGIN_S = 0.2
-        setattr(TensorBoard, method, lambda self, *args: [(tmp_path / "pid").write_text(str(os.getpid())), signal.pause()])
-
-    run = finished(*RUN, *OFFLINE, "logger=[tensorboard,wandb]", root=tmp_path / "runs", before=plant)
-    warning = "WARNING: logger tensorboard is off for the rest of this run: it did not end within 0 s"
-    assert run.output.count(warning) == run.output.count("WARNING") == 1
-    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+    others = [*OFFLINE, "logger=[tensorboard,wandb]"] if fault.startswith("hangs") else ["logger=tensorboard"]
+    run = finished(*RUN, *others, root=tmp_path / "runs", before=plant)
+    warning = f"WARNING: logger tensorboard is off for the rest of this run: {words}"
+    assert run.output.count(warning) == run.output.count("WARNING") == 1, run.output
+    assert run.summary["unlogged"] == ["tensorboard"]
     assert_same_bits(run, base())
-    assert_equal(wandb_rows(wandb_files(run.directory)[0]), scalars_of(run.rows))  # the others go on
+    wait_for(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), what="its process's end")
+    for file in wandb_files(run.directory):
+        assert_equal(wandb_rows(file), scalars_of(run.rows))
 
 
 def test_a_sink_has_no_longer_than_is_left_before_the_signal_that_kills(tmp_path: Path) -> None:
     def plant() -> None:
-        TensorBoard.close = lambda self, summary: signal.pause()  # type: ignore[method-assign,assignment,misc,return-value]
+        TensorBoard.close = lambda self, summary: signal.pause()
         after_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))()
 
     stopped = command(*RUN, "logger=tensorboard", "launch.grace_s=2", root=tmp_path / "runs", before=plant)
     assert stopped.code == 75
     assert re.search(r"logger tensorboard is off for the rest of this run: it did not end within [012] s", stopped.output)
-
-
-def test_a_sink_that_dies_is_a_warning_and_the_run_finishes(tmp_path: Path) -> None:
-    def plant() -> None:
-        TensorBoard.log = lambda self, row: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-
-    run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
-    warning = "WARNING: logger tensorboard is off for the rest of this run: its process died"
-    assert run.output.count(warning) == run.output.count("WARNING") == 1
-    assert_same_bits(run, base())
-    assert run.summary["unlogged"] == ["tensorboard"]
-
-
-def test_a_sink_that_takes_nothing_is_given_up_when_too_much_waits_for_it(tmp_path: Path) -> None:
-    def plant() -> None:
-        background._MOST_BYTES = -1
-        TensorBoard.__init__ = lambda self: signal.pause()  # type: ignore[method-assign,misc,assignment,return-value]
-
-    run = finished(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant)
-    assert run.output.count("logger tensorboard is off for the rest of this run: it reads nothing") == 1
-    assert_same_bits(run, base())
 
 
 def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
@@ -542,7 +533,7 @@ def test_no_sink_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
         after_step(6, when((tmp_path / "pid").exists, crash))()
 
     assert command(*RUN, "logger=tensorboard", root=tmp_path / "runs", before=plant).code == -signal.SIGKILL
-    when(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), lambda: None)()
+    wait_for(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists(), what="its end")
 
 
 @pytest.mark.slow

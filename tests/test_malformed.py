@@ -339,16 +339,3 @@ def test_flags_are_checked_too(line: str, tmp_path: Path) -> None:
     ended = typed(*line.split(" "), directory=folder)
     assert (ended.code, lines(ended.output)) == (Exit.CONFIGURATION, FLAGS[line])
     assert not [path for path in folder.iterdir() if path.name != "runs.output"]
-
-
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_directory_with_files_that_are_no_runs_is_refused(resume: str, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    (home / "docs").mkdir(parents=True)
-    (home / "thesis.txt").write_text("years of work")
-    line = [f"run.dir={home}", f"run.resume={resume}"]
-    refused = command(*line, root=tmp_path / "runs")
-    assert refused.code == Exit.CONFIGURATION
-    what = f"run.dir: {home} is not a run's directory: it holds 'docs' (a new directory, which the run makes)"
-    assert lines(refused.output) == [what]
-    assert sorted(path.name for path in home.iterdir()) == ["docs", "thesis.txt"]

@@ -20,7 +20,6 @@ from tests.test_resume import RUN, STRATEGIES, after_step, crash
 
 
 def whole(strategy: str) -> Ended:
-    """The uninterrupted run of a strategy, without a mirror."""
     return once(*RUN, *STRATEGIES[strategy])
 
 
@@ -31,7 +30,6 @@ def runs(store: str) -> set[str]:
 
 
 def mirror(store: str) -> Objects:
-    """The objects of the one mirror below a URL."""
     (run,) = runs(store)
     return Objects(f"{store}/{run}")
 
@@ -128,7 +126,7 @@ def test_training_goes_on_while_the_store_refuses(server: S3Server, store: str, 
 @pytest.mark.slow
 def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(server: S3Server, store: str, tmp_path: Path) -> None:
     def plant() -> None:
-        framework.launch.mirrored._PATIENCE_S = 2.0  # type: ignore[attr-defined]
+        framework.launch.mirrored._PATIENCE_S = 2.0
         after_step(10, together(lambda: wait_for_step(store, 8), server.refuse))()
 
     line = [*RUN, f"run.mirror={store}"]

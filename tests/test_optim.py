@@ -84,6 +84,9 @@ def trained(module: nn.Module) -> list[Trainable]:
     return trainable(module, hidden=hidden_matrices(module))
 
 
+made_muon = partial(muon, lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95], adamw_eps=1e-8)
+
+
 def names_by_decay(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[float, list[str]]:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     by_decay: dict[float, list[str]] = {}
@@ -129,8 +132,7 @@ def test_sgd_takes_torchs_steps_in_one_pass(nesterov: bool) -> None:
 
 def test_muon_orthogonalises_matrices_between_the_first_and_the_last() -> None:
     module = model()
-    made = muon(trained(module), lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95],
-                adamw_eps=1e-8)  # fmt: skip
+    made = made_muon(trained(module))
     by_decay = names_by_decay(made, module)
     assert by_decay[0.1] == ["3.weight", "5.weight"]
     assert {group["kind"]: group["lr"] for group in made.param_groups} == {"muon": 0.02, "adamw": 1e-3}
@@ -140,8 +142,9 @@ def test_one_muon_step_is_the_formula() -> None:
     torch.manual_seed(0)
     first, hidden, last = (nn.Parameter(torch.randn(6, 4, dtype=torch.float64)) for _ in range(3))
     before, grad = hidden.detach().clone(), torch.randn(6, 4, dtype=torch.float64)
-    made = muon([Trainable("a", first, False, True), Trainable("b", hidden, True, True), Trainable("c", last, False, True)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-3,
-                adamw_betas=[0.9, 0.95], adamw_eps=1e-8)  # fmt: skip
+    made = made_muon(
+        [Trainable("a", first, False, True), Trainable("b", hidden, True, True), Trainable("c", last, False, True)]
+    )
     hidden.grad = grad.clone()
     made.step()
     update = (before * (1 - 0.02 * 0.1) - hidden.detach()) / (0.02 * 0.2 * math.sqrt(6))
@@ -155,8 +158,7 @@ def test_one_muon_step_is_the_formula() -> None:
 def test_our_adamw_inside_muon_is_torchs() -> None:
     torch.manual_seed(0)
     mine, theirs = (nn.Parameter(torch.arange(5, dtype=torch.float64)) for _ in range(2))
-    ours = muon([Trainable("a", mine, False, False)], lr=0.02, momentum=0.9, weight_decay=0.1, adamw_lr=1e-2, adamw_betas=[0.9, 0.95],
-                adamw_eps=1e-8)  # fmt: skip
+    ours = made_muon([Trainable("a", mine, False, False)], adamw_lr=1e-2)
     reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for _ in range(5):
         mine.grad = torch.randn(5, dtype=torch.float64)
@@ -315,28 +317,13 @@ VALUES = {
     "constant": ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
     "constant, no warm-up": ({"warmup_steps": 0}, [1] * 10),
     "range_test": ({"start_ratio": 1e-9}, [10.0**-power for power in range(9, -1, -1)]),
-    "cosine": (
-        {"warmup_steps": 2, "min_lr_ratio": 0.2},
-        [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * k / 8)) for k in range(8))],
-    ),
-    "cosine, no warm-up": (
-        {"warmup_steps": 0, "min_lr_ratio": 0.0},
-        [0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(10)],
-    ),
-    "cosine, warm-up longer than the run": (
-        {"warmup_steps": 20, "min_lr_ratio": 0.0},
-        [(k + 1) / 20 for k in range(10)],
-    ),
+    "cosine": ({"warmup_steps": 2, "min_lr_ratio": 0.2}, [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * k / 8)) for k in range(8))]),
+    "cosine, no warm-up": ({"warmup_steps": 0, "min_lr_ratio": 0.0}, [0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(10)]),
+    "cosine, warm-up longer than the run": ({"warmup_steps": 20, "min_lr_ratio": 0.0}, [(k + 1) / 20 for k in range(10)]),
     "cosine, warm-up all of the run": ({"warmup_steps": 10, "min_lr_ratio": 0.0}, [(k + 1) / 10 for k in range(10)]),
-    "step": (
-        {"warmup_steps": 2, "milestones": [4, 7], "gamma": 0.1},
-        [0.5, 1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01],
-    ),
+    "step": ({"warmup_steps": 2, "milestones": [4, 7], "gamma": 0.1}, [0.5, 1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01]),
     "step, none": ({"warmup_steps": 0, "milestones": [], "gamma": 0.1}, [1] * 10),
-    "wsd": (
-        {"warmup_steps": 2, "decay_steps": 4, "min_lr_ratio": 0.0},
-        [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
-    ),
+    "wsd": ({"warmup_steps": 2, "decay_steps": 4, "min_lr_ratio": 0.0}, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
     "wsd, no decay": ({"warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.0}, [1] * 10),
     "wsd, floor": ({"warmup_steps": 0, "decay_steps": 10, "min_lr_ratio": 0.5}, [1 - k / 20 for k in range(10)]),
 }  # fmt: skip
@@ -379,8 +366,7 @@ def moves(
     parameters = [nn.Parameter(torch.randn(5, 3 + index, generator=draw)) for index in range(5)]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=draw)
-    made = muon([Trainable(str(index), parameter, True, True) for index, parameter in enumerate(parameters)], lr=0.02,
-                momentum=0.9, weight_decay=0.1, adamw_lr=1e-3, adamw_betas=[0.9, 0.95], adamw_eps=1e-8, iteration=iteration)  # fmt: skip
+    made = made_muon([Trainable(str(n), parameter, True, True) for n, parameter in enumerate(parameters)], iteration=iteration)
     assert isinstance(made, Muon)
     plain = made._orthogonalise
 
@@ -389,7 +375,7 @@ def moves(
         count += 1
         return plain(matrix)
 
-    made._orthogonalise = counted  # type: ignore[method-assign]
+    made._orthogonalise = counted
     seen = 0
 
     def exchange(matrices: list[Tensor]) -> None:

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from framework.build.components import complete_model, optimizer_builder
 from framework.config.targets import arguments_of, instantiated, locate, signature_of
-from framework.modules.parts import blocks_of, chain_of, own_answer
 from framework.optim.optimizers import Trainable
 from tests.harness import Ended, files_below, typed
 from tests.pages import MACHINE, ROOT
@@ -229,7 +228,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
 
     nets = types.ModuleType("nets")
     monkeypatch.setitem(sys.modules, "nets", nets)
-    nets.net = net  # type: ignore[attr-defined]
+    nets.net = net
     assert complete_model({"_target_": "nets.net"}, info)[0] == {"_target_": "nets.net", "num_classes": 10, "img_size": 8}
     asked = {"_target_": "nets.net", "num_channels": None, "num_classes": 3, "img_size": 4}
     assert complete_model(asked, info)[0] == asked | {"num_channels": 1}
@@ -253,10 +252,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
             ["model._target_=torch.nn.Sequential", "model._args_=[{_target_: mynet.head,in_features: 6,num_clases: 3}]"],
             ["model._args_[0].num_clases", "model._args_[0].num_classes?"],
         ),
-        (
-            ["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}]"],
-            ["model.layers[0]._target_", "did you mean head?"],
-        ),
+        (["model._target_=mynet.stack", "model.layers=[{_target_: mynet.haed}]"], ["model.layers[0]._target_", "did you mean head?"]),
         (["model._target_=mynet.lazy"], ["model: 1.weight has no shape"]),
         (["parallel._target_=mynet.later"], ["parallel: mynet.later takes no world and forward"]),
         (["model=mynet", "model._partial_=true"], ["model._partial_: true gives a function"]),
@@ -278,7 +274,7 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
         (["+augment=hard", "augment.strenth=5"], ["augment.strenth", "did you mean augment.strength?"]),
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_it_is_refused_before_the_start(words: list[str], expected: list[str], folder: Path) -> None:
     write(folder, **{"leaves.py": "raise SystemExit(0)", "conf__augment__hard": "strength: 3"})
     output = refused(*words, folder=folder)
@@ -344,30 +340,6 @@ def test_nodes_are_built_wherever_they_stand() -> None:
         {"a": [{"_target_": "builtins.complex", "real": 1}], "b": {"c": {"_target_": "builtins.list"}}, "d": 3}
     )
     assert built == {"a": [1 + 0j], "b": {"c": []}, "d": 3}
-
-
-class Blocks(torch.nn.Module):
-    """What most transformers call their layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-        self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2))
-
-
-class Selects(Blocks):
-    def tensor_plan(self, how: str) -> str:
-        return how
-
-    def mixers(self) -> int:
-        return 3
-
-
-def test_names_that_mean_something_else_in_their_model_are_not_our_questions() -> None:
-    model = Selects()
-    assert blocks_of(model) == [*model.blocks, *model.chain] and chain_of(model) is None
-    assert own_answer(model, "tensor_plan") is None and own_answer(model, "blocks") is None
-    assert own_answer(model, "mixers") is not None
 
 
 # --- torch's own

@@ -18,7 +18,7 @@ from framework.parts.swa import SWA
 from framework.training.parts import LoopParts
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, once
 from tests.test_conformance import MODELS, RUN
-from tests.test_resume import after_step, crash, preempt
+from tests.test_resume import after_step, assert_survives_a_kill, crash, preempt
 
 
 def own(*kinds: str) -> list[str]:
@@ -40,9 +40,7 @@ GPT = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1"]
 )
 def test_killed_it_ends_with_the_same_bits(strategy: str, parts: list[str], tmp_path: Path) -> None:
     line = [*GPT, *parts, f"parallel={strategy}", "launch.nproc_per_node=2", "checkpoint.every=2"]
-    whole = finished(*line, root=tmp_path / "whole")
-    assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
-    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+    assert_survives_a_kill(*line, at=5, root=tmp_path)
 
 
 @pytest.mark.slow
@@ -81,7 +79,7 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_weights(tmp_path: Path) 
     assert mean == pytest.approx((values[3] + values[5] + values[7]) / 3)
     line = [*GPT, "part=swa", "part.swa.start=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
     ended = finished(*line, root=tmp_path / "runs")
-    weights: dict[str, list] = {}  # type: ignore[type-arg]
+    weights: dict[str, list] = {}
     for folder in sorted((ended.directory / "checkpoints").iterdir()):
         for file in folder.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
@@ -95,7 +93,7 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_weights(tmp_path: Path) 
             assert (final.get_tensor(key) - expected).abs().max() < 1e-12, key
 
 
-def checked_weights(line: list[str]) -> dict:  # type: ignore[type-arg]
+def checked_weights(line: list[str]) -> dict:
     config = checked(*line)
     return dict(components.model(config.model, seed=config.seed).double().state_dict())
 
@@ -256,7 +254,7 @@ def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(
         engine=SimpleNamespace(parts={}), task=None, trained=dict, any=lambda flag: asked.append(flag), stopped="", step=0, seed=0,
         device=torch.device("cpu"), has_row=False,
     )  # fmt: skip
-    held = LoopParts(dict(enumerate(parts)), loop)  # type: ignore[arg-type]
+    held = LoopParts(dict(enumerate(parts)), loop)
     for number in range(4):
         held.begin_step(Step(0, 1, []), has_row=number == 3)
         held.step_taken()

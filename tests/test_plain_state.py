@@ -11,7 +11,7 @@ import torch
 
 from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished
-from tests.test_resume import after_step, crash, preempt
+from tests.test_resume import after_step, assert_survives_a_kill, crash, preempt
 
 RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
        "model=mlp", "model.dim=12", "model.num_layers=2", "global_batch_size=8", "micro_batch_size=2", "precision=fp64",
@@ -44,9 +44,7 @@ def test_killed_it_ends_with_the_same_bits(optimizer: str, strategy: str, tmp_pa
         refused = command(*line, "rehearse=true", root=tmp_path / "runs")
         assert refused.code == 78 and "\nparallel: " in f"\n{refused.output}", refused.output
         return
-    whole = finished(*line, root=tmp_path / "whole")
-    assert command(*line, root=tmp_path / "cut", before=after_step(8, crash)).code < 0
-    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+    assert_survives_a_kill(*line, at=8, root=tmp_path)
 
 
 CHANGES = [("single", "fsdp 2"), ("fsdp 2", "pipeline 2"), ("pipeline 2", "ddp 2")]

@@ -1,9 +1,8 @@
 """mode=predict: by `run.dir` alone, what the model says of each sample of a split or of a folder, whoever computes it."""
 
 import json
-import os
 import shutil
-import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from framework.config.folders import options
 from framework.config.frozen_file import recall
 from framework.data.source import decode_image
 from framework.modes import predict
-from framework.runtime.preemption import PREEMPTION
 from framework.tasks.classification import Classification
-from tests.harness import Ended, Says, before_each, command, finished, once, refused, wait_for
+from tests.harness import Ended, Says, command, finished, once, refused, signal_before
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, layouts
 from tests.test_evaluate import RUN as TOKENS
 
@@ -55,7 +53,6 @@ def run(kind: str) -> Ended:
 
 
 def predicted(run: Path, *overrides: str, root: Path, name: str = "test") -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Predict, and return the records and the tensors."""
     finished("mode=predict", f"run.dir={run}", *overrides, root=root)
     folder = run / "predictions"
     records = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
@@ -66,7 +63,7 @@ def predicted(run: Path, *overrides: str, root: Path, name: str = "test") -> tup
 def expected(run: Ended, split: str, *, checkpoint: int | str = "final") -> Tensor:
     """Return the model's outputs on the split, as plain PyTorch computes them."""
     dataset = components.dataset(recall(run.directory)["dataset"])
-    source = dataset.load(split)  # type: ignore[arg-type]
+    source = dataset.load(split)
     stored = map(torch.from_numpy, source.gather(np.arange(len(source))))
     inputs, _ = dataset.transform(*stored, keys=None)
     model = load(run.directory, checkpoint=checkpoint).double()
@@ -202,17 +199,11 @@ def test_what_cannot_be_written_leaves_nothing(kind: str, ranks: int, said: str,
 
 
 def test_a_signal_stops_it_and_leaves_what_was_there(tmp_path: Path) -> None:
-    def signal_in_the_middle() -> None:
-        def stop(*_: Any) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-            wait_for(lambda: PREEMPTION.requested, timeout_s=10, what="the signal")  # a thread hears it
-
-        before_each(predict.PredictionsFile, "add", stop)
-
     directory = run("images").directory
     predicted(directory, "predict.split=train", root=tmp_path / "none", name="train")
     before = {path.name: path.read_bytes() for path in (directory / "predictions").iterdir()}
     line = [f"run.dir={directory}", "predict.split=train", "run.checkpoint=2", "parallel=ddp", "launch.nproc_per_node=2"]
-    stopped = command("mode=predict", *line, root=tmp_path / "none", before=signal_in_the_middle)
+    before_add = partial(signal_before, predict.PredictionsFile, "add")
+    stopped = command("mode=predict", *line, root=tmp_path / "none", before=before_add)
     assert stopped.code == 75, stopped.output
     assert {path.name: path.read_bytes() for path in (directory / "predictions").iterdir()} == before

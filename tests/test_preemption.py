@@ -146,7 +146,7 @@ def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path
             time.sleep(60)
             return []
 
-        framework.preflight.dry_build.dry_build = slow  # type: ignore[assignment]
+        framework.preflight.dry_build.dry_build = slow
 
     process = begin(*RUN, root=tmp_path / "runs", before=look_slowly)
     wait_for(began.exists, what="the look at the model")

@@ -75,7 +75,6 @@ def under(strategy: str) -> list[str]:
 
 
 def diagonal(first: list[str], second: list[str]) -> set[tuple[str, str]]:
-    """Return pairs with each value at least once."""
     return {(first[n % len(first)], second[n % len(second)]) for n in range(max(len(first), len(second)))}
 
 
@@ -137,7 +136,7 @@ def test_a_part_under_a_strategy(part: str, strategy: str, tmp_path: Path) -> No
 NEXT = set([*zip(PARTS, [*PARTS][1:] + [*PARTS][:1])][::2])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("one", "other"), pairs([*PARTS], [*PARTS], NEXT))
 def test_a_part_with_a_part(one: str, other: str, tmp_path: Path) -> None:
     strategy = TWO[[*PARTS].index(one) % 4]
@@ -170,7 +169,7 @@ def test_a_part_with_turns(part: str, strategy: str, tmp_path: Path) -> None:
 REFUSED_STEPS = {("GradientPenalty", "fsdp"): "parallel.reshard_after_forward: true ... differentiates the model itself"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("step", "precision"), pairs(OWN_STEPS, [*PRECISIONS], diagonal(OWN_STEPS, [*PRECISIONS])))
 def test_an_own_step_in_a_precision(step: str, precision: str, tmp_path: Path) -> None:
     line = [*OWN, f"task._target_=tests.trainings.{step}", f"precision={precision}"]

@@ -17,7 +17,6 @@ from tests.harness import assert_close, command, exact_rows, finished
 
 
 def write_cifar(root: Path) -> None:
-    """Sixteen images in each of CIFAR-10's files."""
     folder = root / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)

@@ -36,7 +36,7 @@ def test_a_file_that_is_as_it_was_is_cut_without_reading_a_row(tmp_path: Path, m
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["a byte", "a line lost", "a line twice", "cut short"])
+@pytest.mark.parametrize("damage", ["a byte", "a line lost", "a line twice", "all lines twice", "cut short", "foreign lines"])
 def test_a_file_that_is_not_as_it_was_is_read_row_by_row(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     mark = written(path, range(1, 41))
@@ -48,6 +48,10 @@ def test_a_file_that_is_not_as_it_was_is_read_row_by_row(damage: str, tmp_path: 
         del lines[20]
     elif damage == "a line twice":
         lines.insert(20, lines[20])
+    elif damage == "all lines twice":
+        lines *= 2
+    elif damage == "foreign lines":
+        lines += [b"5\n", b"[1]\n", b'{"no": "step"}\n', b"\xff\xfe\n", b'{"step": 3, "spl']
     else:
         lines[-1] = lines[-1][:10]
     path.write_bytes(b"".join(lines))

@@ -37,7 +37,6 @@ def write_run(path: Path, *, losses: list[float], config: dict[str, Any], summar
 
 
 def report(root: Path) -> str:
-    """Write the report of a root. Returns what the command said."""
     ended = command("mode=report", root=root)
     assert ended.code == 0, ended.output
     assert "Traceback" not in ended.output
@@ -48,8 +47,6 @@ def report(root: Path) -> str:
 
 
 class Page:
-    """A report that is open in the browser."""
-
     def __init__(self, driver: Any, path: Path, state: dict[str, Any] | None = None) -> None:
         self.driver = driver
         driver.get("about:blank")  # a change of the state alone would not load the page
@@ -310,7 +307,6 @@ def test_a_page_is_written_again_while_a_run_goes_on_and_says_when_nobody_writes
 
 
 def content(root: Path) -> dict[str, Any]:
-    """Return the data of a root's page."""
     report(root)
     (text,) = re.findall('<script id="data" type="application/json">(.*?)</script>', (root / "report.html").read_text())
     return json.loads(text)

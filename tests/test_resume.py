@@ -1,7 +1,6 @@
 """A run that was interrupted ends as if nothing had happened."""
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -55,6 +54,19 @@ def crash() -> None:
     if Environment.read().world_size > 1:
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_and_continued(*line: str, at: int, root: Path) -> Ended:
+    """Kill a run after a step, and give its command again; return how that ends."""
+    assert command(*line, root=root, before=after_step(at, crash)).code < 0
+    return finished(*line, root=root)
+
+
+def assert_survives_a_kill(*line: str, at: int, root: Path) -> Ended:
+    """Compare a run that is killed after a step and continued with one that is not, which is returned."""
+    whole = finished(*line, root=root / "whole")
+    assert_same_bits(killed_and_continued(*line, at=at, root=root / "cut"), whole)
+    return whole
 
 
 @pytest.mark.slow
@@ -114,12 +126,6 @@ def test_what_is_best_and_when_to_stop_follow_from_the_runs_own_settings(tmp_pat
     assert second.summary["began"] >= ended_at and second.summary["wall_s"] < time.time() - ended_at
 
 
-def test_a_run_that_another_does_not_fit_has_none_of_its_rows(across: Ended, tmp_path: Path) -> None:
-    refused = command(*ACROSS, "optimizer=sgd", f"run.resume={across.directory}", root=tmp_path / "second")
-    assert refused.code == 65 and "does not fit this run: optimizer is" in refused.output
-    assert not (refused.directory / "metrics.jsonl").exists()
-
-
 def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(across: Ended, tmp_path: Path) -> None:
     line = [*ACROSS, "trainer.max_epochs=3", "name=other", f"run.resume={across.directory}"]
     refused = command(*line, root=tmp_path / "second")
@@ -127,29 +133,6 @@ def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(across: Ended, tmp
     assert "leaves nothing to train: it has taken 21 steps, and this run ends after 21" in refused.output
     assert "is off for the rest" not in refused.output
     assert not list(refused.directory.glob("checkpoints/*"))
-
-
-def test_the_checkpoint_that_was_named_is_not_passed_over(across: Ended, tmp_path: Path) -> None:
-    damaged = tmp_path / "run" / "checkpoints" / "step_00000021"
-    shutil.copytree(across.directory / "checkpoints" / damaged.name, damaged)
-    (damaged / "shard-00001.safetensors").write_text("{}")
-    refused = command(*ACROSS, "trainer.max_epochs=4", f"run.resume={damaged}", root=tmp_path / "second")
-    assert refused.code == 65
-    told = [line for line in refused.output.splitlines() if str(damaged) in line]
-    assert told == [f"[rank 0] ERROR: {damaged}: shard-00001.safetensors has 2 bytes instead of "
-                    f"{(across.directory / 'checkpoints' / damaged.name / 'shard-00001.safetensors').stat().st_size}"]  # fmt: skip
-
-
-def spoil_rows(directory: Path) -> None:
-    with open(directory / "metrics.jsonl", "ab") as file:
-        file.write(b'5\n[1]\n{"no": "step"}\n\xff\xfe\n{"step": 3, "spl')
-
-
-def test_spoiled_records_do_not_stop_a_run(tmp_path: Path) -> None:
-    stopped = command(*RUN, root=tmp_path / "runs", before=after_step(9, preempt))
-    assert "stopped after step 9; the same command continues from the checkpoint of step 9" in stopped.output
-    spoil_rows(stopped.directory)
-    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted("single"))
 
 
 def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(tmp_path: Path) -> None:

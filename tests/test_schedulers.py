@@ -150,16 +150,10 @@ def test_a_function_of_transformers_builds_a_scheduler() -> None:
 
 
 def test_the_number_of_steps_that_the_run_gives_is_no_missing_key() -> None:
-    config = checked(
-        "model=mlp", "scheduler._target_=transformers.get_linear_schedule_with_warmup", "+scheduler.num_warmup_steps=3"
-    )
-    assert "num_training_steps" not in config.scheduler
-    checked(
-        "model=mlp",
-        "scheduler._target_=transformers.get_linear_schedule_with_warmup",
-        "+scheduler.num_warmup_steps=3",
-        "+scheduler.num_training_steps=null",
-    )
+    target = "scheduler._target_=transformers.get_linear_schedule_with_warmup"
+    line = ["model=mlp", target, "+scheduler.num_warmup_steps=3"]
+    assert "num_training_steps" not in checked(*line).scheduler
+    checked(*line, "+scheduler.num_training_steps=null")
 
 
 def test_epochs_are_counted_by_their_steps_also_if_batches_grow() -> None:
@@ -201,13 +195,8 @@ def test_a_scheduler_that_draws_is_refused_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_schedule_is_asked_for_all_steps_before_the_first(tmp_path: Path) -> None:
-    words = [
-        f"scheduler._target_={TORCH}.OneCycleLR",
-        "+scheduler.max_lr=0.1",
-        "+scheduler.total_steps=80",
-        "trainer.max_epochs=6",
-    ]
-    refused = command("model=mlp", *words, "rehearse=false", root=tmp_path / "runs")
+    words = [f"scheduler._target_={TORCH}.OneCycleLR", "+scheduler.max_lr=0.1", "+scheduler.total_steps=80"]
+    refused = command("model=mlp", *words, "trainer.max_epochs=6", root=tmp_path / "runs")
     assert refused.code == 78 and "scheduler: it fails within the 120 steps of this run" in refused.output
     assert not list((tmp_path / "runs").glob("*/*/metrics.jsonl"))
 
@@ -243,10 +232,8 @@ class OfMatrices(torch.optim.SGD):
 
 
 def problems(model: nn.Module, **node: Any) -> list[str]:
-    return [
-        str(one)
-        for one in optimizer_problems(model, node, {"_target_": "framework.optim.schedules.constant", "warmup_steps": 0})
-    ]
+    schedule = {"_target_": "framework.optim.schedules.constant", "warmup_steps": 0}
+    return [str(problem) for problem in optimizer_problems(model, node, schedule)]
 
 
 def test_an_optimizer_is_built_with_its_groups_and_tried_on_parameters_of_the_models_dims() -> None:

@@ -59,7 +59,7 @@ def plant_talk() -> None:
         raise ConnectionError(STORY)
 
     before_each(Synthetic, "load", talk)
-    TensorBoard.log = failing_log  # type: ignore[method-assign,assignment]
+    TensorBoard.log = failing_log
 
 
 def plant_failure() -> None:
@@ -72,7 +72,7 @@ def plant_failure() -> None:
         except KeyError as error:
             raise ValueError(STORY.replace("\n", " ")) from error
 
-    Synthetic.transform = transform  # type: ignore[method-assign,assignment]
+    Synthetic.transform = transform
 
 
 def test_what_is_printed_logged_and_recorded_is_rid_of_secrets(tmp_path: Path) -> None:

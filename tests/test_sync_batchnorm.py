@@ -26,12 +26,9 @@ def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     [
         ("ddp", 3),
         ("fsdp", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("ddp", 2), ("fsdp", 3), ("zero", 3), ("hsdp", 4), ("parameter-server", 3)]
-        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("ddp", 2), ("fsdp", 3), ("zero", 3), ("hsdp", 4), ("parameter-server", 3)]),
     ],
-)
+)  # fmt: skip
 def test_synchronised_statistics_are_those_of_the_whole_batch(
     strategy: str, ranks: int, one_process: tuple[list[str], Ended], tmp_path: Path
 ) -> None:

@@ -321,6 +321,3 @@ def test_help_is_wrapped_in_the_terminals_width_and_has_everything(columns: int,
     assert max(map(len, printed)) <= columns
     words = lambda text: text.replace("\\\n", "").split()  # noqa: E731
     assert sorted(words("\n".join(printed))) == sorted(words(help_text([], width=10_000))), "no word is lost"
-
-
-# --- the pictures of the documentation

@@ -94,11 +94,11 @@ def test_a_stack_in_the_backward_pass_has_this_function() -> None:
 
     class Look(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
+        def forward(ctx, x):
             return x * 2
 
         @staticmethod
-        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        def backward(ctx, gradient):
             import traceback
 
             seen.extend(frame.name for frame in traceback.extract_stack())

@@ -127,7 +127,7 @@ def outputs_of(run: Ended) -> tuple[Tensor, Tensor]:
 
     dataset = components.dataset(checked(*RUN).dataset)
     source = dataset.load("test")
-    inputs, targets = dataset.transform(*map(torch.from_numpy, source.gather(range(len(source)))), keys=None)  # type: ignore[arg-type]
+    inputs, targets = dataset.transform(*map(torch.from_numpy, source.gather(range(len(source)))), keys=None)
     model = load(run.directory)
     with torch.no_grad():
         return model(inputs.to(torch.float64)), targets
@@ -165,7 +165,7 @@ def test_what_a_value_draws_does_not_depend_on_the_number_of_processes(tmp_path:
 
 
 class Steps(Classification):
-    loss = None  # type: ignore[assignment]
+    loss = None
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         return call(batch.inputs).square().sum()

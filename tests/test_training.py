@@ -17,11 +17,11 @@ from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues
 from framework.training.loop import Trainer
-from tests.harness import Ended, after_each, assert_close, assert_same_bits, command, exact_rows, finished, once
+from tests.harness import Ended, after_each, assert_close, command, exact_rows, finished, once
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, FOR_EXPERTS, MODELS, RUN, SMALL, name
 from tests.test_loop import kept, planted_losses
-from tests.test_resume import after_step, crash, preempt
+from tests.test_resume import after_step, assert_survives_a_kill, preempt
 
 # a pipeline's whole first half is frozen
 FROZEN = ["embedding.*", "layers.0.*", "layers.1.*", "layers.3.*norm*"]
@@ -42,7 +42,6 @@ STRATEGIES += [("tensor", 2, ["parallel.sequence=true"]), ("fsdp+tp", 4, ["paral
 
 
 def model_of(ended: Ended) -> nn.Module:
-    """Return the run's model as it was drawn."""
     config = yaml.safe_load((ended.directory / "config.yaml").read_text())
     return components.model(config["model"], seed=config["seed"])
 
@@ -100,9 +99,7 @@ def assert_frozen(ended: Ended) -> None:
 
 def test_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     line = [*LINES["all"], "parallel=fsdp", "launch.nproc_per_node=2", "checkpoint.every=3"]
-    whole = finished(*line, root=tmp_path / "whole")
-    assert command(*line, root=tmp_path / "cut", before=after_step(8, crash)).code < 0
-    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+    assert_survives_a_kill(*line, at=8, root=tmp_path)
 
 
 BITWISE = ["invariance=bitwise", *RUN, *SMALL, "precision=fp32", "model=cnn", "model.channels=[4,8,8]", "model.norm=batch",

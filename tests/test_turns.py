@@ -17,10 +17,10 @@ from framework.data.order import Order
 from framework.engine.sums import means, over_turns
 from framework.randomness import key
 from framework.runtime.exits import Diverged
-from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, once, refused
+from tests.harness import Says, assert_close, checked, command, finished, once, refused
 from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, RUN, SMALL, layouts, name
 from tests.test_evaluate import evaluated, measured
-from tests.test_resume import after_step, crash
+from tests.test_resume import assert_survives_a_kill, killed_and_continued
 from tests.trainings import Gan
 
 STRATEGIES = [
@@ -57,9 +57,7 @@ def test_it_computes_what_one_process_does_or_is_refused(
 @pytest.mark.slow
 def test_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     line = [*GAN, "parallel=fsdp", "launch.nproc_per_node=2", "rehearse=true"]
-    whole = finished(*line, root=tmp_path / "whole")
-    assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
-    assert_same_bits(finished(*line, root=tmp_path / "cut"), whole)
+    assert_survives_a_kill(*line, at=5, root=tmp_path)
 
 
 def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
@@ -120,8 +118,7 @@ def test_the_turns_of_a_step_can_draw_the_same_noise(tmp_path: Path) -> None:
     pairs = [[row[f"seen_by_{turn}"] for turn in ("critic", "generator")] for row in alone.rows if row["split"] == "train"]
     assert all(critic == generator for critic, generator in pairs) and len({critic for critic, _ in pairs}) == len(pairs) == 6
     many = [*line, "parallel=ddp", "launch.nproc_per_node=2"]
-    assert command(*many, root=tmp_path / "runs", before=after_step(5, crash)).code < 0
-    assert_close(finished(*many, root=tmp_path / "runs"), alone)
+    assert_close(killed_and_continued(*many, at=5, root=tmp_path / "runs"), alone)
 
 
 def test_a_row_has_the_gradients_of_every_turn(tmp_path: Path) -> None:
@@ -156,10 +153,7 @@ def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (
-            ["optimizer.turns.critic.match=critique.*"],
-            "optimizer.turns.critic.match: critique.* matches no parameter that is trained ...",
-        ),
+        (["optimizer.turns.critic.match=critique.*"], "optimizer.turns.critic.match: critique.* matches no parameter that is trained ..."),
         (["optimizer.turns.critic.match=critic.0.*"], "optimizer.turns: no turn has critic.2.weight (name it in a turn, ..."),
         (["optimizer.turns.critic.match='*'"], "optimizer.turns: critic and generator have generator.0.weight (one of them)"),
         (["optimizer.turns.critic.every=3"], "optimizer.turns: some steps would have no turn (every: 1 for one)"),
@@ -171,7 +165,7 @@ def test_a_spike_is_one_among_the_losses_of_its_own_turn() -> None:
             "optimizer.turns: ... several optimizers ...",
         ),
     ],
-)
+)  # fmt: skip
 def test_wrong_turns_are_refused_before_the_start(line: list[str], said: str) -> None:
     assert refused(*GAN, *line).splitlines()[-1] == Says(said)
 

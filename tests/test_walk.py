@@ -53,7 +53,7 @@ def walk(world: World, config: RunConfig) -> tuple[int, int]:
             found.append((len({code.co_filename for code in ours}), sum(len(inspect.getsourcelines(code)[0]) for code in ours)))
         return backward(*given, **named)
 
-    trainer.take = taking  # type: ignore[method-assign]
+    trainer.take = taking
     torch.autograd.backward = ended
     sys.setprofile(note)
     try:
@@ -95,7 +95,7 @@ def of_a_step(world: World, config: RunConfig, count: Callable[[list[int]], Call
             end.pop()()
         take(step)
 
-    trainer.take = taking  # type: ignore[method-assign]
+    trainer.take = taking
     trainer.fit()
     trainer.saver.close()
     return found[0]
@@ -108,12 +108,11 @@ def seedings(found: list[int]) -> Callable[[], None]:
         found[0] += 1
         seed(*given)
 
-    random.seed = note  # type: ignore[assignment]
+    random.seed = note
     return lambda: setattr(random, "seed", seed)
 
 
 def functions(found: list[int]) -> Callable[[], None]:
-    """Count the functions of the framework that run."""
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         found[0] += event == "call" and "/framework/" in frame.f_code.co_filename

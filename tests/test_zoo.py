@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from framework.config.folders import options
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, once
+from tests.harness import Ended, assert_close, command, once
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts, name
-from tests.test_resume import after_step, crash
+from tests.test_resume import assert_survives_a_kill
 from tests.zoo import IMAGES, TOKENS, make
 
 RUN = ["precision=fp64", "global_batch_size=12", "micro_batch_size=4", "trainer.max_epochs=null", "trainer.max_steps=3",
@@ -94,6 +94,4 @@ FAMILIES = ["codebook", "hf mixtral", "peft lora", "queue", "spectral norm", "la
 @pytest.mark.parametrize("model", FAMILIES)
 def test_killed_it_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
     both = [*line(model), "checkpoint.every=2", "parallel=ddp", "launch.nproc_per_node=2"]
-    whole = finished(*both, root=tmp_path / "whole")
-    assert command(*both, root=tmp_path / "cut", before=after_step(3, crash)).code < 0
-    assert_same_bits(finished(*both, root=tmp_path / "cut"), whole)
+    assert_survives_a_kill(*both, at=3, root=tmp_path)

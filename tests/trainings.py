@@ -114,8 +114,6 @@ class GradientPenalty(Classification):
 
 
 class InPieces(Classification):
-    """Calls modules and a method of the model, one after the other."""
-
     def __init__(self) -> None:
         super().__init__(label_smoothing=0.0)
 
@@ -128,8 +126,6 @@ class InPieces(Classification):
 
 
 class Adversaries:
-    """The critic and the generator see the same generated images."""
-
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         noise = torch.randn(len(batch.inputs), 8, generator=context.generator_of_step, dtype=batch.inputs.dtype)
         generated = call(noise, "generate")
@@ -141,23 +137,17 @@ class Adversaries:
 
 
 class MeanLoss(Consistency):
-    """The classic mistake."""
-
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         return F.cross_entropy(call(batch.inputs), batch.targets)
 
 
 class TrainedTeacher(Distillation):
-    """A teacher that nobody trains, and that is not frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.teacher.requires_grad_(True)
 
 
 class NoRows(Consistency):
-    """Returns a number where a row for each sample is needed."""
-
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         return call(batch.inputs).sum()
 
@@ -166,8 +156,6 @@ class NoRows(Consistency):
 
 
 class NoLoss(Consistency):
-    """Returns what it has computed, and not what is to be less."""
-
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         return {"outputs": call(batch.inputs).sum()}
 

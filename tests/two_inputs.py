@@ -41,5 +41,5 @@ class Pairs:
         vectors = random.uniform(-1, 1, (self.num_samples, 8)).astype(np.float32)
         return Arrays(vectors, (vectors[:, :3].sum(axis=1) > vectors[:, 3:].sum(axis=1)).astype(np.int64))
 
-    def transform(self, inputs, targets, *, keys):  # type: ignore[no-untyped-def]
+    def transform(self, inputs, targets, *, keys):
         return {"left": inputs[:, :3], "right": inputs[:, 3:]}, targets

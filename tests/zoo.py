@@ -316,8 +316,6 @@ class MixtureOfExperts(nn.Module):
 
 
 class OneMixture(nn.Module):
-    """Nothing but experts: no list around them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.moe, self.head = nn.Linear(768, 12), MixtureOfExperts.Layer(), nn.Linear(12, 10)
@@ -438,5 +436,4 @@ TOKENS: dict[str, Make] = {
 
 
 def make(name: str) -> nn.Module:
-    """Return a new model of this name."""
     return (IMAGES | TOKENS)[name]()

@@ -17,7 +17,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of the checkout or of the installation
 PACKAGED = Path(__file__).resolve().parents[1] / "conf"  # the folder in an installation
-CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
+CONF = (PACKAGED if PACKAGED.is_dir() else ROOT / "conf").resolve()
 EXTRAS = ROOT / "extras"  # beside the package `framework`, in a checkout and in an installation
 _OURS = [CONF, *sorted(EXTRAS.glob("*/conf"))]
 
@@ -26,7 +26,7 @@ def own_folder() -> Path | None:
     """Return the user's folder: `--config-dir` or STEADFAST_CONF, else `./conf`, unless this is the framework's folder."""
     named = variables().get("STEADFAST_CONF")
     folder = Path(named or "conf").resolve()
-    return folder if folder.is_dir() and folder != CONF.resolve() else None
+    return folder if folder.is_dir() and folder != CONF else None
 
 
 def config_name() -> str:

@@ -1,5 +1,6 @@
 """The overrides of a command line: chosen options, values, and errors."""
 
+from functools import cache
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -43,6 +44,7 @@ def sort_overrides(overrides: list[str]) -> tuple[list[str], list[Override], lis
     return choices, values, problems
 
 
+@cache  # a command asks for each of its words several times, and Hydra's parser takes a millisecond
 def parse(text: str) -> Override | None:
     """Parse one override as Hydra does. Return None if the text is not an override."""
     try:

@@ -126,7 +126,6 @@ def weight(header: Header) -> Header:
 
 
 def shard(content: Callable[[bytes], bytes]) -> Attack:
-    """Return what writes other bytes into the file of tensors."""
     return lambda path, outside: (path / SHARD).write_bytes(content((path / SHARD).read_bytes()))
 
 
@@ -146,26 +145,14 @@ SEALED: dict[str, tuple[str, Attack]] = {  # the reason for which it is to be re
         "manifest.json is damaged: files..metadata.[key]",
         lambda path, outside: (path / ".metadata").write_bytes(pickle.dumps(Payload(outside / "canary"))),
     ),
-    "a_pickle_for_a_shard": (
-        NO_FILE,
-        lambda path, outside: (path / SHARD).write_bytes(pickle.dumps(Payload(outside / "canary"))),
-    ),
-    "a_pipe_for_a_shard": (
-        f"'{SHARD}' is a device or a pipe instead of a file",
-        lambda path, outside: replace_by_pipe(path / SHARD),
-    ),
+    "a_pickle_for_a_shard": (NO_FILE, lambda path, outside: (path / SHARD).write_bytes(pickle.dumps(Payload(outside / "canary")))),
+    "a_pipe_for_a_shard": (f"'{SHARD}' is a device or a pipe instead of a file", lambda path, outside: replace_by_pipe(path / SHARD)),
     "a_header_of_4_GiB": (NO_FILE, shard(lambda content: sized(2**32) + content[8:])),
     "a_header_of_absurd_length": (NO_FILE, shard(lambda content: sized(2**64 - 1) + content[8:])),
     "a_header_nested_deeply": (NO_FILE, shard(lambda content: sized(len(DEEP)) + DEEP)),
-    "a_tensor_of_terabytes": (
-        NO_FILE,
-        lambda path, outside: edit_header(path, lambda header: weight(header).update(shape=[2**40, 8])),
-    ),
+    "a_tensor_of_terabytes": (NO_FILE, lambda path, outside: edit_header(path, lambda header: weight(header).update(shape=[2**40, 8]))),
     "a_tensor_of_another_kind": ("does not belong to the model", lambda path, outside: rename(path, "../../canary")),
-    "a_tensor_whose_name_clears_the_screen": (
-        "does not belong to the model",
-        lambda path, outside: rename(path, "model/\x1b[2J"),
-    ),
+    "a_tensor_whose_name_clears_the_screen": ("does not belong to the model", lambda path, outside: rename(path, "model/\x1b[2J")),
     "a_chunk_placed_far_out": (
         NOT_ONE,
         lambda path, outside: edit_places(
@@ -184,30 +171,18 @@ SEALED: dict[str, tuple[str, Attack]] = {  # the reason for which it is to be re
             path, lambda places: [place.update(saved_offsets=[0] * 9) for place in places.values()]
         ),
     ),
-    "no_places": (
-        "does not say where its tensors belong",
-        lambda path, outside: edit_header(path, lambda header: header.pop("__metadata__")),
-    ),
+    "no_places": ("does not say where its tensors belong", lambda path, outside: edit_header(path, lambda header: header.pop("__metadata__"))),
     "a_state_without_facts": (NO_STATE, lambda path, outside: edit(path, lambda content: content["state"].pop("facts"))),
-}
+}  # fmt: skip
 UNSEALED: dict[str, tuple[str, Attack]] = {  # on the manifest itself
     "a_name_that_leads_out": ("manifest.json is damaged: files.../../", lead_out),
     "a_linked_shard": ("is a symbolic link instead of a file", lambda path, outside: link(path / SHARD, outside)),
-    "a_linked_manifest": (
-        "'manifest.json' is a symbolic link instead of a file",
-        lambda path, outside: link(path / MANIFEST, outside),
-    ),
+    "a_linked_manifest": ("'manifest.json' is a symbolic link instead of a file", lambda path, outside: link(path / MANIFEST, outside)),
     "a_linked_checkpoint": ("is a symbolic link instead of a directory", link),
-    "a_pipe_for_the_manifest": (
-        "'manifest.json' is a device or a pipe instead of a file",
-        lambda path, outside: replace_by_pipe(path / MANIFEST),
-    ),
+    "a_pipe_for_the_manifest": ("'manifest.json' is a device or a pipe instead of a file", lambda path, outside: replace_by_pipe(path / MANIFEST)),
     "a_file_of_terabytes_of_nothing": ("more than its disk has", enlarge),
-    "a_negative_size": (
-        "manifest.json is damaged",
-        lambda path, outside: edit(path, lambda manifest: manifest["files"][SHARD].update(size=-1)),
-    ),
-}
+    "a_negative_size": ("manifest.json is damaged", lambda path, outside: edit(path, lambda manifest: manifest["files"][SHARD].update(size=-1))),
+}  # fmt: skip
 if os.geteuid() == 0:  # others may not make devices, and cannot give files away
     SEALED |= {
         "a_device_without_an_end": (
@@ -234,7 +209,7 @@ TEXTS = {
     "empty": (b"", "is damaged"),
 }
 UNSEALED |= {
-    f"a_manifest_{label}": (reason, lambda path, outside, text=text: (path / MANIFEST).write_bytes(text))  # type: ignore[misc]
+    f"a_manifest_{label}": (reason, lambda path, outside, text=text: (path / MANIFEST).write_bytes(text))
     for label, (text, reason) in TEXTS.items()
 }
 VALUES: dict[str, Any] = {
@@ -252,7 +227,7 @@ VALUES: dict[str, Any] = {
     "unknown": [1],
 }
 SEALED |= {
-    f"a_state_with_{key}_{number}": (NO_STATE, lambda path, outside, key=key, value=value: set_state(path, key, value))  # type: ignore[misc]
+    f"a_state_with_{key}_{number}": (NO_STATE, lambda path, outside, key=key, value=value: set_state(path, key, value))
     for key, values in VALUES.items()
     for number, value in enumerate(values)
 }

@@ -117,7 +117,7 @@ def test_ranks_tell_what_they_hold_only_when_it_has_changed() -> None:
         asked.append(value)
         return deal([value, value])[1]
 
-    plan = WritePlan(SimpleNamespace(agreement=SimpleNamespace(distinct=distinct, scatter_plan=dealt)))  # type: ignore[arg-type]
+    plan = WritePlan(SimpleNamespace(agreement=SimpleNamespace(distinct=distinct, scatter_plan=dealt)))
     first = plan.mine(TENSORS)
     assert 0 < len(first) < len(TENSORS) and len(asked) == 2
     assert plan.mine(TENSORS).keys() == first.keys() and asked[2:] == [False]

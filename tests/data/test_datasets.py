@@ -40,7 +40,6 @@ def run_python(code: str) -> str:
 
 
 def check_splits_cover(dataset, *, total: int) -> None:
-    """Check that no row is in two splits, by its content."""
     rows = [row.tobytes() for split in SPLITS for row in everything(dataset.load(split))[0]]
     assert len(rows) == len(set(rows)) == total
 

@@ -15,14 +15,8 @@ from framework.data import published
 from framework.data.image_folder import ImageFolder
 from framework.data.loader import load_split
 from framework.data.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
-from framework.data.source import Arrays, Files, Source, decode_image
-
-SPLITS = ("train", "val", "test")
-
-
-def everything(source: Source) -> tuple[np.ndarray, np.ndarray]:
-    return source.gather(np.arange(len(source)))
-
+from framework.data.source import Arrays, Files, decode_image
+from tests.data.test_datasets import SPLITS, everything
 
 # published sets
 

@@ -16,7 +16,7 @@ def images(num: int, *, channels: int = 3, size: int = 8) -> torch.Tensor:
     return torch.randint(1, 256, (num, channels, size, size), dtype=torch.uint8, generator=generator)
 
 
-def prepare(batch: torch.Tensor, *, keys: np.ndarray | None, **arguments) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def prepare(batch: torch.Tensor, *, keys: np.ndarray | None, **arguments) -> torch.Tensor:
     dataset = Images()
     vars(dataset).update(arguments, augment=True)
     return dataset.transform(batch, torch.zeros(len(batch)), keys=keys)[0]

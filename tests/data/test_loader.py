@@ -202,7 +202,7 @@ def test_loader_processes_survive_a_signal_to_the_whole_group(signum: int) -> No
         children = multiprocessing.active_children()
         assert len(children) == 2
         for child in children:
-            os.kill(child.pid, signum)  # type: ignore[arg-type]
+            os.kill(child.pid, signum)
         assert_same_steps(begun + list(islice(steps, 9)), list(islice(loader().train(0), 10)))
         assert all(child.is_alive() for child in children)
     finally:
@@ -273,13 +273,13 @@ def wrapped(self: Digits, *args: Any, **kwargs: Any) -> Any:
 
 
 class Wrapped(Digits):
-    transform = functools.wraps(Digits.transform)(wrapped)  # type: ignore[assignment]
+    transform = functools.wraps(Digits.transform)(wrapped)
 
 
 IMAGES = np.zeros((64, 1, 8, 8), np.uint8), np.arange(64) % 10
 SOURCES: dict[str, tuple[Any, Any, int]] = {  # a dataset, a source, and whether loader processes are started for it
     "its windows draw": (TokenSequences(seq_len=7, num_workers=2), DrawingWindows(np.arange(600) % 50 + 1, 7), 0),
-    "its array draws": (Digits(num_workers=2), Arrays(Lazy(IMAGES[0]), IMAGES[1]), 2),  # type: ignore[arg-type]
+    "its array draws": (Digits(num_workers=2), Arrays(Lazy(IMAGES[0]), IMAGES[1]), 2),
     "its samples draw": (Digits(num_workers=2), OneByOneToo(*IMAGES), 2),
     "a wrapped transform draws": (Wrapped(num_workers=2), Arrays(*IMAGES), 2),
 }

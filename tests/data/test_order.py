@@ -1,7 +1,7 @@
 """Which samples make step t, and who runs them: pure functions, checked over all small cases."""
 
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -66,59 +66,36 @@ def test_epochs_and_seeds_are_in_different_orders() -> None:
 
 
 def cut(num_samples: int, micro: int | None, dp_size: int) -> list[list[Part]]:
-    return [
-        parts(num_samples, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
-    ]  # fmt: skip
+    return [parts(num_samples, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
 
 
 def real(ranks: list[list[Part]]) -> list[Part]:
     return [part for mine in ranks for part in mine if not part.is_padding]
 
 
-ALL = [(n, micro, dp_size) for n in range(1, 41) for micro in MICRO for dp_size in range(1, 10)]
-
-
-def test_the_ranks_parts_are_each_sample_once_in_order() -> None:
-    for n, micro, dp_size in ALL:
-        covered = [i for part in real(cut(n, micro, dp_size)) for i in range(part.start, part.stop)]
-        assert covered == list(range(n)), (n, micro, dp_size)
-
-
-def test_shares_differ_by_one_at_most_and_lower_ranks_have_more() -> None:
-    for n, micro, dp_size in ALL:
+@pytest.mark.parametrize("micro", MICRO)
+def test_the_ranks_have_each_sample_once_in_order_in_even_shares_with_padding_last(micro: int | None) -> None:
+    for n, dp_size in product(range(1, 41), range(1, 10)):
         ranks = cut(n, micro, dp_size)
-        if micro is None:
-            shares = [sum(part.stop - part.start for part in real([mine])) for mine in ranks]
-        else:
-            shares = [len(real([mine])) for mine in ranks]
-        assert max(shares) - min(shares) <= 1, (n, micro, dp_size, shares)
-        assert max(shares) == shares[0] and shares[0] > 0
-
-
-def test_all_ranks_have_the_same_number_of_parts_and_padding_comes_last() -> None:
-    for n, micro, dp_size in ALL:
-        ranks = cut(n, micro, dp_size)
-        assert len({len(mine) for mine in ranks}) == 1, (n, micro, dp_size)
+        assert [i for part in real(ranks) for i in range(part.start, part.stop)] == list(range(n)), (n, dp_size)
+        shares = [sum(part.stop - part.start if micro is None else 1 for part in real([mine])) for mine in ranks]
+        assert max(shares) - min(shares) <= 1 and max(shares) == shares[0] > 0, (n, dp_size, shares)
+        assert len({len(mine) for mine in ranks}) == 1, (n, dp_size)
         for mine in ranks:
             assert [part.is_padding for part in mine] == sorted(part.is_padding for part in mine)
             assert all(part.start < part.stop for part in mine)  # padding repeats real samples
             assert len(mine) <= max(1, len(real([mine]))) + 1
+        first = ranks[0][0]
+        assert (first.number, first.start, first.is_padding) == (0, 0, False), (n, dp_size)
 
 
-def test_rank_0_runs_micro_batch_0_first() -> None:
-    for n, micro, dp_size in ALL:
-        first = cut(n, micro, dp_size)[0][0]
-        assert (first.number, first.start, first.is_padding) == (0, 0, False), (n, micro, dp_size)
-
-
-def test_micro_batches_do_not_depend_on_the_number_of_ranks() -> None:
-    for n, micro, dp_size in ALL:
-        if micro is None:
-            continue
-        assert real(cut(n, micro, dp_size)) == real(cut(n, micro, 1))
-        starts = [part.start for part in real(cut(n, micro, dp_size))]
-        assert all(b - a == micro for a, b in pairwise(starts))
-        assert [part.number for part in real(cut(n, micro, dp_size))] == list(range(len(starts)))
+@pytest.mark.parametrize("micro", MICRO[1:])
+def test_micro_batches_do_not_depend_on_the_number_of_ranks(micro: int) -> None:
+    for n, dp_size in product(range(1, 41), range(1, 10)):
+        found = real(cut(n, micro, dp_size))
+        assert found == real(cut(n, micro, 1))
+        assert all(b.start - a.start == micro for a, b in pairwise(found))
+        assert [part.number for part in found] == list(range(len(found)))
 
 
 KINDS = {"shorter": (3, "epoch 3 has 20 samples, and epoch 0 has 40"), "longer": (1, "epoch 1 has 40 samples, and epoch 0 has 20"),

@@ -11,9 +11,8 @@ import torch
 from framework.data.source import Source
 from framework.data.text import Text, TokenizedRecords
 from framework.data.tokens import Tokens
+from tests.data.test_datasets import SPLITS
 from tests.harness import assert_close, finished
-
-SPLITS = ("train", "val", "test")
 
 
 def stream(source: Source) -> np.ndarray:
@@ -165,10 +164,8 @@ def test_a_run_with_a_tokenizer_is_the_same_on_two_processes(tokenizer: Path, tm
     line = ["dataset=text", f"dataset.tokenizer={tokenizer}", f"dataset.root={Path(json.__file__).parent}", "dataset.seq_len=16",
             "model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "trainer.max_epochs=null", "trainer.max_steps=3",
             "global_batch_size=8", "precision=fp64", "part=text_samples", "part.text_samples.prompt=import", "part.text_samples.tokens=5"]  # fmt: skip
-    one, two = (
-        finished(*line, *more, root=tmp_path / str(n))
-        for n, more in enumerate([[], ["parallel=ddp", "launch.nproc_per_node=2"]])
-    )
+    one = finished(*line, root=tmp_path / "one")
+    two = finished(*line, "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "two")
     assert_close(one, two)
-    assert (one.directory / "samples" / "3.txt").read_text().startswith("import")
-    assert (one.directory / "samples" / "3.txt").read_text() == (two.directory / "samples" / "3.txt").read_text()
+    texts = [(run.directory / "samples" / "3.txt").read_text() for run in (one, two)]
+    assert texts[0].startswith("import") and texts[0] == texts[1]

@@ -41,7 +41,7 @@ def samples_of(order: list[Split], *, seed: int = 0) -> dict[str, list[Any]]:
     found = {}
     for split in order:
         torch.rand(7)  # what was drawn before does not matter
-        found[split] = load_split(dataset, split, seed=seed).samples.orders  # type: ignore[attr-defined]
+        found[split] = load_split(dataset, split, seed=seed).samples.orders
     return found
 
 
@@ -67,7 +67,7 @@ def test_loader_processes_do_not_move_each_others_place_in_an_open_file(bufferin
     ours, theirs = inputs_of(alone, 20), inputs_of(with_processes, 20)
     assert len(ours) == 40 and all(map(torch.equal, ours, theirs))
     for made in (alone, with_processes):
-        made.source.samples.file.close()  # type: ignore[attr-defined]
+        made.source.samples.file.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -99,9 +99,9 @@ def test_a_loader_process_that_is_killed_is_reported_with_its_signal_and_a_remed
 
 def test_a_sample_that_is_none_is_damaged_unless_a_collate_function_takes_it() -> None:
     with pytest.raises(ValueError, match="sample 1 of train: TypeError: it is None"):
-        loader_of(Damaged).source.sample(1)  # type: ignore[attr-defined]
-    assert loader_of(Damaged, on_error="skip").source.sample(1)[1] == 2  # type: ignore[attr-defined]
-    assert loader_of(Damaged, collate=drop).source.sample(1) is None  # type: ignore[attr-defined]
+        loader_of(Damaged).source.sample(1)
+    assert loader_of(Damaged, on_error="skip").source.sample(1)[1] == 2
+    assert loader_of(Damaged, collate=drop).source.sample(1) is None
 
 
 def test_named_tensors_stay_on_the_cpu_for_a_model_that_needs_them_there() -> None:

@@ -80,7 +80,7 @@ def test_a_step_sends_messages_by_size_not_by_parameter(strategy: str, tmp_path:
     def count() -> None:
         counts, at_step = Counter[str](), dict[int, int]()
         count_messages(counts)
-        Agreement.any_flags = lambda _, *flags, now=True: list(flags)  # type: ignore[method-assign]
+        Agreement.any_flags = lambda _, *flags, now=True: list(flags)
 
         def note(trainer: Trainer, *_: Any, **__: Any) -> None:
             at_step[trainer.progress.step] = counts.total()

@@ -167,7 +167,7 @@ def test_what_was_registered_last_ends_first_and_once(end: str, expected: list[s
     for name in ("first", "second"):
         groups.at_end(
             leave=lambda name=name: calls.append(f"leave {name}"), abandon=lambda name=name: calls.append(f"abandon {name}")
-        )  # type: ignore[misc]
+        )
     getattr(groups, end)()
     groups.leave()
     groups.abandon()

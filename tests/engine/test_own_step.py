@@ -60,8 +60,6 @@ def test_a_step_does_not_read_weights_that_a_strategy_may_have_cut(read: Any) ->
 
 
 class Rows:
-    """A step in two phases."""
-
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=False):
             return {"outputs": call(batch.inputs.float()), "noise": torch.rand(len(batch.inputs), 1)}

@@ -24,7 +24,7 @@ def pace(folder: Path) -> Callable[[], None]:
         original = Trainer.train_step
 
         def train_step(trainer: Trainer, *args: object, **kwargs: object) -> object:
-            result = original(trainer, *args, **kwargs)  # type: ignore[arg-type]
+            result = original(trainer, *args, **kwargs)
             with open(folder / "steps", "a") as file:
                 world = trainer.world
                 file.write(f"{time.time()} {trainer.progress.step} {world.rank} {world.world_size}\n")
@@ -32,7 +32,19 @@ def pace(folder: Path) -> Callable[[], None]:
                 time.sleep(float((folder / "slow").read_text() or 0.3))
             return result
 
-        Trainer.train_step = train_step  # type: ignore[method-assign,assignment]
+        Trainer.train_step = train_step
+
+    return plant
+
+
+def pace_jobs(folder: Path) -> Callable[[], None]:
+    """Return what paces the nodes of Slurm's jobs so."""
+
+    def plant() -> None:
+        from framework.launch import slurm
+
+        planted = f"from pathlib import Path; from tests.launch.paced import pace; pace(Path({str(folder)!r}))(); "
+        slurm.NODE = slurm.NODE.replace("from framework", planted + "from framework")
 
     return plant
 

@@ -106,26 +106,33 @@ class Cluster:
 
     def wait_for_step(self, *, world_size: int, after: float, within_s: float) -> float:
         """Wait for a step of so many processes; return how many seconds after `after` it was done."""
-        found: list[float] = []
 
-        def is_there() -> bool:
-            for at, _, _, size in self.steps():
-                if at > after and size == world_size:
-                    found.append(at - after)
-            return bool(found)
+        def found() -> list[float]:
+            return [at - after for at, _, _, size in self.steps() if at > after and size == world_size]
 
         try:
-            wait_for(is_there, timeout_s=within_s, what=f"a step of {world_size} processes")
+            wait_for(lambda: bool(found()), timeout_s=within_s, what=f"a step of {world_size} processes")
         except AssertionError as error:
             told = [f"--- node {number}\n{node.output.read_text()[-2000:]}" for number, node in enumerate(self.nodes)]
             raise AssertionError("\n".join([str(error), *told[-3:]])) from None
-        return found[0]
+        return found()[0]
 
     def steps(self) -> list[tuple[float, int, int, int]]:
         return steps_in(self.folder)
 
     def finish(self) -> None:
         self.slow.unlink()
+
+    def finished(self, *nodes: Node) -> Ended:
+        """Let the run go on at full speed to its end, on these nodes, or on all."""
+        self.finish()
+        return self.ended(*nodes)[0]
+
+    def ended(self, *nodes: Node, code: int = 0, timeout_s: float = 60.0) -> list[Ended]:
+        """Wait for these nodes, or all of them, to end with this code."""
+        found = [node.end(timeout_s=timeout_s) for node in nodes or self.nodes]
+        assert [end.code for end in found] == [code] * len(found), "\n".join(end.output for end in found)
+        return found
 
 
 @pytest.fixture
@@ -163,27 +170,28 @@ def wait_for_store(cluster: Cluster) -> None:
 
 
 def assert_no_trace(cluster: Cluster) -> None:
-    """Nothing of the nodes' meeting is left."""
     assert not [path for path in cluster.root.rglob("*") if path.name.endswith(".elastic")]
 
 
-def test_a_node_lost_and_a_node_back(cluster: Callable[..., Cluster]) -> None:
-    both = two(cluster, "launch.max_restarts=0")  # neither is a failure
+@pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_node_lost_and_a_node_back(comes_back: bool, cluster: Callable[..., Cluster]) -> None:
+    half = "trainer.max_steps=100"
+    both = two(cluster, half, "launch.max_restarts=0")  # neither is a failure
+    both.slow.write_text("0.6")
     killed_at = time.time()
     both.nodes[1].kill()
-    lost_s = both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
-    back_at = time.time()
-    both.start()
-    joined_s = both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
-    print(f"lost: {lost_s:.1f} s, joined: {joined_s:.1f} s")
-    both.finish()
-    ended = [node.end() for node in (both.nodes[0], both.nodes[2])]
-    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert_close(ended[0], one())
-    assert "restart " not in ended[0].output
+    both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
+    working = [both.nodes[0]]
+    if comes_back:
+        back_at = time.time()
+        working.append(both.start())
+        both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
+    ended = both.finished(*working)
+    assert_close(ended, once(*RUN, half))
+    assert "restart " not in ended.output
     assert_no_trace(both)
-    late = both.start().end()
-    assert late.code == 0 and "finished already" in late.output
+    if comes_back:
+        assert "finished already" in both.ended(both.start())[0].output
 
 
 @pytest.mark.slow
@@ -193,15 +201,11 @@ def test_a_signal_to_any_process_stops_the_run_on_all_nodes(whom: str, cluster: 
     node = both.nodes[int(whom[-1])]
     pid = psutil.Process(node.pid).children()[0].pid if "worker" in whom else node.pid
     os.kill(pid, signal.SIGTERM)
-    ended = [node.end(timeout_s=15) for node in both.nodes]
-    assert [end.code for end in ended] == [75, 75], ended[0].output + ended[1].output
-    assert ended[0].summary["status"] == "preempted"
-    assert ended[0].summary["step"] == max(step for _, step, _, _ in both.steps())  # nothing is lost
+    ended = both.ended(code=75, timeout_s=15)[0]
+    assert ended.summary["status"] == "preempted"
+    assert ended.summary["step"] == max(step for _, step, _, _ in both.steps())  # nothing is lost
     assert_no_trace(both)
-    both.finish()
-    again = both.start().end()  # the same command, on one node
-    assert again.code == 0, again.output
-    assert_close(again, one())
+    assert_close(both.finished(both.start()), one())  # the same command, on one node
 
 
 def fail() -> None:
@@ -211,9 +215,8 @@ def fail() -> None:
 @pytest.mark.slow
 def test_an_error_on_one_node_ends_the_run_on_all_when_it_comes_again(cluster: Callable[..., Cluster]) -> None:
     both = cluster(*RUN, *ELASTIC)
-    nodes = [both.start(), both.start(before=after_step(12, fail))]
-    ended = [node.end() for node in nodes]
-    assert [end.code for end in ended] == [1, 1], ended[0].output + ended[1].output
+    both.start(), both.start(before=after_step(12, fail))
+    ended = both.ended(code=1)
     told = r"rank (\d) failed: RuntimeError: a mistake of the user's"
     assert len(re.findall(told + "; restart 1 of 3", ended[1].output)) == 1, ended[1].output
     assert re.search(told + r"\n  at .*test_elastic.py:\d+ in fail\n", ended[1].output), ended[1].output
@@ -234,9 +237,7 @@ def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Calla
     wait_for(lambda: any(at > again_at and step == 20 for at, step, _, _ in both.steps()), timeout_s=60, what="step 20")
     killed_at = time.time()
     both.nodes[3].kill()
-    both.finish()
-    ended = both.nodes[2].end()
-    assert ended.code == 0, ended.output
+    both.finished(both.nodes[2])
     assert sorted(path.name for path in both.root.glob("*/*")) == [name, f"{name}.old-1"]
     steps = [step for at, step, _, _ in both.steps() if at > again_at]
     assert steps[0] == 1
@@ -246,8 +247,7 @@ def test_run_resume_never_starts_over_once_and_not_in_every_round(cluster: Calla
 @pytest.mark.slow
 def test_too_few_nodes_are_not_waited_for_for_ever(cluster: Callable[..., Cluster]) -> None:
     two_or_none = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=1")
-    alone = two_or_none.start().end()
-    assert alone.code == 1
+    (alone,) = two_or_none.ended(two_or_none.start(), code=1)
     assert alone.output.endswith("the run has failed: 1 of at least 2 nodes have joined within launch.timeout_s=1\n")
     assert_no_trace(two_or_none)
 
@@ -258,26 +258,23 @@ def test_another_command_on_another_node_is_refused(cluster: Callable[..., Clust
     began = time.time()
     both.start()
     both.wait_for_step(world_size=1, after=began, within_s=60)
-    refused = both.start("launch.nnodes=1:3").end()
-    assert refused.code == 78
+    (refused,) = both.ended(both.start("launch.nnodes=1:3"), code=78)
     assert "another command than on the run's other nodes: sizes [1, 2, 3] here and [1, 2] there" in refused.output
-    both.finish()
-    assert both.nodes[0].end().code == 0
+    both.finished(both.nodes[0])
 
 
 @pytest.mark.slow
 def test_a_node_with_another_time_is_refused(cluster: Callable[..., Cluster]) -> None:
     def be_late() -> None:
         clock = SimpleNamespace(time=lambda: time.time() - 60, monotonic=time.monotonic, sleep=time.sleep)
-        framework.launch.elastic.meeting.time = clock  # type: ignore[attr-defined]
+        framework.launch.elastic.meeting.time = clock
 
     both = cluster(*RUN, *ELASTIC)
     both.start()
     wait_for_store(both)
-    refused = both.start(before=be_late).end()
-    assert refused.code == 78 and re.search("the clock of this host differs by -(59|60|61) s from that of ", refused.output)
-    both.finish()
-    assert both.nodes[0].end().code == 0
+    (refused,) = both.ended(both.start(before=be_late), code=78)
+    assert re.search("the clock of this host differs by -(59|60|61) s from that of ", refused.output)
+    both.finished(both.nodes[0])
 
 
 # --- the long ones
@@ -325,9 +322,7 @@ def test_a_number_of_nodes_that_does_not_fit_the_mesh_leaves_a_node_in_reserve(c
     assert sizes == {2} and len(working) == 1
     working[0].kill()
     four.wait_for_step(world_size=2, after=killed_at, within_s=LOST_S)
-    four.finish()
-    ended = [node.end() for node in four.nodes if node is not working[0]]
-    assert [end.code for end in ended] == [0, 0], ended[0].output
+    four.finished(*(node for node in four.nodes if node is not working[0]))
 
 
 @pytest.mark.slow
@@ -338,16 +333,12 @@ def test_a_machine_that_falls_silent_is_gone_on_without(cluster: Callable[..., C
     silent_at = time.time()
     for process in processes:
         process.suspend()
-    lost_s = both.wait_for_step(world_size=1, after=silent_at, within_s=LOST_S)
-    print(f"silent: {lost_s:.1f} s")
+    both.wait_for_step(world_size=1, after=silent_at, within_s=LOST_S)
     back_at = time.time()
     for process in processes:
         process.resume()
     both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
-    both.finish()
-    ended = [node.end() for node in both.nodes]
-    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert_close(ended[0], one())
+    assert_close(both.finished(), one())
 
 
 def all_of(node: Node) -> list[psutil.Process]:
@@ -366,19 +357,15 @@ def test_the_loss_of_the_node_that_serves_the_store_ends_the_run_which_the_same_
     else:
         for process in all_of(both.nodes[0]):
             process.suspend()
-    ended = both.nodes[1].end(timeout_s=LOST_S)
-    print(f"{how}: {time.time() - lost_at:.1f} s")
-    assert ended.code == 75 and "the store of the run's nodes does not answer" in ended.output, ended.output
+    (ended,) = both.ended(both.nodes[1], code=75, timeout_s=LOST_S)
+    assert "the store of the run's nodes does not answer" in ended.output, ended.output
     assert ended.summary["status"] == "preempted"
     if how == "frozen":
         for process in all_of(both.nodes[0]):
             process.kill()
         both.nodes[0]._wait(5.0)
-    both.finish()
-    again = [both.start(), both.start()]
-    assert [node.end().code for node in again] == [0, 0], again[0].output.read_text()
+    assert_close(both.finished(both.start(), both.start()), one())
     assert min(step for at, step, _, _ in both.steps() if at > lost_at + 1.0) > last - 8, "from a checkpoint"
-    assert_close(Ended(0, "", both.root), one())
     assert_no_trace(both)
 
 
@@ -396,8 +383,7 @@ def test_the_guilty_rank_is_named_wherever_it_is(what: str, cluster: Callable[..
     both = cluster(*RUN, *ELASTIC, "launch.nnodes=2", "launch.timeout_s=20", "checkpoint.every=10")
     for _ in range(2):
         both.start(before=at_step(20, act, on_rank=rank))
-    found = [node.end(timeout_s=120) for node in both.nodes]
-    assert [end.code for end in found] == [71, 71], found[0].output + found[1].output
+    found = both.ended(code=71, timeout_s=120)
     for text in (found[0].output, found[1].output, str(found[0].summary["error"])):
         assert all(words in text for words in said), text
     assert found[0].summary["status"] == "failed"
@@ -419,8 +405,8 @@ def test_a_node_that_is_missed_for_too_long_is_named(cluster: Callable[..., Clus
     both = two(cluster, "launch.nnodes=2", "launch.timeout_s=12")
     for process in all_of(both.nodes[1]):
         process.suspend()
-    ended = both.nodes[0].end(timeout_s=60)
-    assert ended.code == 1 and ", with rank 1, was lost" in ended.output, ended.output
+    (ended,) = both.ended(both.nodes[0], code=1)
+    assert ", with rank 1, was lost" in ended.output, ended.output
     assert "1 of at least 2 nodes" in ended.summary["error"]
 
 
@@ -472,12 +458,8 @@ def test_torchrun_loses_a_node_and_takes_it_back(cluster: Callable[..., Cluster]
     both.wait_for_step(world_size=2, after=began, within_s=90)
     killed_at = time.time()
     both.nodes[0].kill()
-    lost_s = both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
+    both.wait_for_step(world_size=1, after=killed_at, within_s=LOST_S)
     back_at = time.time()
     start()
-    joined_s = both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
-    print(f"torchrun: lost {lost_s:.1f} s, joined {joined_s:.1f} s")
-    both.finish()
-    ended = [node.end() for node in both.nodes[1:]]
-    assert [end.code for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert_close(ended[0], reference)
+    both.wait_for_step(world_size=2, after=back_at, within_s=JOINED_S)
+    assert_close(both.finished(*both.nodes[1:]), reference)

@@ -68,22 +68,7 @@ def assert_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
 
 
 def test_after_kill_9_of_a_worker_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    run = Halted(*TWO, folder=tmp_path, num_ranks=2)
-    os.kill(run.pids[0], signal.SIGKILL)
-    run.resume()
-    ended = run.end()
-    assert ended.code == 0, ended.output
-    assert_same_bits(ended, undisturbed())
-    assert ended.summary["restarts"] == 1
-    assert_gone(run.pids)
-    # the agent looks at one process that has ended; if that is the peer, the signal's name is lost, the rank is not
-    told = r"rank 0 failed: killed(, without a message| by SIGKILL); restart 1 of 3\n"
-    assert len(re.findall(told, ended.output)) == 1, ended.output
-    assert len(re.findall(r"\[launcher\] WARNING " + told, (ended.directory / "train.log").read_text())) == 1
-
-
-def test_what_torch_notes_of_a_killed_worker_is_gone_with_the_run(tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
+    notes = tmp_path / "notes"  # where torch notes an error of a worker
     notes.mkdir()
 
     def take_notes_there() -> None:
@@ -93,8 +78,16 @@ def test_what_torch_notes_of_a_killed_worker_is_gone_with_the_run(tmp_path: Path
     run = Halted(*TWO, folder=tmp_path, num_ranks=2, before=take_notes_there)
     os.kill(run.pids[0], signal.SIGKILL)
     run.resume()
-    assert run.end().code == 0
-    assert not list(notes.glob("**/pytorch-errorfile*"))
+    ended = run.end()
+    assert ended.code == 0, ended.output
+    assert not list(notes.glob("**/pytorch-errorfile*")), "they are gone with the run"
+    assert_same_bits(ended, undisturbed())
+    assert ended.summary["restarts"] == 1
+    assert_gone(run.pids)
+    # the agent looks at one process that has ended; if that is the peer, the signal's name is lost, the rank is not
+    told = r"rank 0 failed: killed(, without a message| by SIGKILL); restart 1 of 3\n"
+    assert len(re.findall(told, ended.output)) == 1, ended.output
+    assert len(re.findall(r"\[launcher\] WARNING " + told, (ended.directory / "train.log").read_text())) == 1
 
 
 def test_kill_9_of_the_parent_leaves_no_orphan_and_the_same_command_continues(tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ def counting(file: Path) -> Callable[[], None]:
 
         def counted(self: Trainer, *args: object, **options: object) -> object:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            result = train_step(self, *args, **options)  # type: ignore[arg-type]
+            result = train_step(self, *args, **options)
             counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
             file.write_text(json.dumps(counts))
             return result
 
-        Trainer.train_step = counted  # type: ignore[method-assign,assignment]
+        Trainer.train_step = counted
 
     return plant
 

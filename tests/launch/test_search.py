@@ -77,15 +77,16 @@ def killed_in_trial(number: int) -> Callable[[], None]:
         original = Watched.__init__
 
         def init(self: Watched, trial: object, *args: object, **kwargs: object) -> None:
-            original(self, trial, *args, **kwargs)  # type: ignore[arg-type]
+            original(self, trial, *args, **kwargs)
             if self.trial.number == number:
                 after_step(9, kill_the_command)()
 
-        Watched.__init__ = init  # type: ignore[method-assign]
+        Watched.__init__ = init
 
     return plant
 
 
+@pytest.mark.slow  # what it draws is in test_study.py
 def test_a_search_that_was_killed_goes_on_with_the_trial_it_was_in(whole: list[dict[str, str]], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     line = [*SEARCH, *SPACE, trials(4), "checkpoint.every=4"]
@@ -146,7 +147,7 @@ def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
                     wait_for(lambda: PREEMPTION.requested, what="a signal to stop")
             return answer
 
-        Watched.is_hopeless, Trainer.evaluate = told, evaluated  # type: ignore[method-assign]
+        Watched.is_hopeless, Trainer.evaluate = told, evaluated
 
     return plant
 

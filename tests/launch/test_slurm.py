@@ -16,7 +16,7 @@ import pytest
 
 from framework.cli.run import checked_line
 from tests.harness import Ended, Says, assert_close, command, finished, once, wait_for, wait_for_checkpoint
-from tests.launch.paced import ROOT, steps_in
+from tests.launch.paced import ROOT, pace_jobs, steps_in
 from tests.launch.test_elastic import RUN, Cluster
 
 CLUSTER = ROOT / "slurm" / "local_cluster.sh"
@@ -75,17 +75,10 @@ class Run:
         self.jobs: list[str] = []
 
     def submit(self) -> Ended:
-        """Give the command; it must return with a job's id."""
-        told = command(*self.overrides, root=self.root, before=self._plant)
+        told = command(*self.overrides, root=self.root, before=pace_jobs(self.folder))
         assert told.code == 0, told.output
         self.jobs += re.findall(r"job (\d+) is submitted", told.output)
         return told
-
-    def _plant(self) -> None:
-        from framework.launch import slurm
-
-        pace = f"from pathlib import Path; from tests.launch.paced import pace; pace(Path({str(self.folder)!r}))(); "
-        slurm.NODE = slurm.NODE.replace("from framework", pace + "from framework")
 
     @property
     def job(self) -> str:
@@ -123,7 +116,6 @@ class Run:
             raise AssertionError(f"{error}\n{facts(self.job)}\n{self.log()[-6000:]}") from None
 
     def finish(self) -> Ended:
-        """Let the run go on at full speed, to its end."""
         self.slow.unlink(missing_ok=True)
         self.wait_for_state("COMPLETED")
         return self.now
@@ -310,7 +302,6 @@ def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, clu
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the project."""
     folder = tmp_path / "project"
     for name in ("conf", "framework", "models"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -377,7 +368,7 @@ def test_without_submitit_a_job_is_refused_before_the_rehearsal(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plant() -> None:
-        sys.modules["submitit"] = None  # type: ignore[assignment]
+        sys.modules["submitit"] = None
         sys.modules.pop("framework.preflight.rehearsal", None)
         monkeypatch.setattr("framework.preflight.dry_build.dry_build", lambda config: [])
         monkeypatch.setattr("framework.preflight.rehearsal.rehearse", lambda *_, **__: pytest.fail("it has begun"))

@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from framework.cli.run import start
 from framework.distributed.groups import serve_store
 from tests.harness import Ended, Says, assert_close, begin, command, end, finished, wait_for
 from tests.launch import test_slurm, test_slurm_sweep, test_sockets
@@ -124,12 +125,9 @@ def test_a_line_of_the_setup_that_fails_ends_the_job_by_name(submitted: Sweep) -
     ("option", "why"),
     [
         ("launch.slurm.setup=['set -u','echo $NOT_THERE']", "launch.slurm.setup failed with 1: echo $NOT_THERE"),
-        (
-            "launch.slurm.python=[/no/such/python]",
-            "the job ended before the run began: FAILED: ... /no/such/python ... No such file or directory",
-        ),
+        ("launch.slurm.python=[/no/such/python]", "the job ended before the run began: FAILED: ... /no/such/python ... No such file or directory"),
     ],
-)
+)  # fmt: skip
 def test_a_job_that_ends_before_the_run_begins_is_told_with_its_last_words(option: str, why: str, submitted: Sweep) -> None:
     line = [*ARRAY, option]
     command(*line, root=submitted.root)
@@ -207,6 +205,41 @@ def test_a_run_is_evaluated_and_exported_by_jobs(submitted: Sweep) -> None:
 # --- who may end it, and how that is told
 
 
+@pytest.mark.parametrize(
+    ("words", "run"), [([], start), (["seed=0,1"], multirun)], ids=["a run", "a sweep, which starts no more jobs"]
+)
+def test_what_runs_on_this_machine_is_cancelled(words: list[str], run: Callable[..., int], tmp_path: Path) -> None:
+    line = [*RUN, "trainer.max_steps=100000", *words]
+    running = begin(*line, root=tmp_path, run=run)
+    wait_for(lambda: any(tmp_path.glob("*/*/metrics.jsonl")), what="its first row")
+    told = command("mode=cancel", *line, root=tmp_path, run=run)
+    assert told.code == 0 and f"process {running.pid} stops" in told.output
+    stopped = end(running, root=tmp_path, timeout_s=30.0)
+    assert stopped.code == 75 and stopped.summary["status"] == "preempted", "only one job has a directory"
+    nothing = command("mode=cancel", *line, root=tmp_path, run=run)
+    assert nothing.code == 0 and (words or "nothing to cancel" in nothing.output)
+
+
+def of_nobody(text: str) -> str:
+    return re.sub("SlurmctldPort=.*", "SlurmctldPort=1", text) + "MessageTimeout=1\nSlurmctldTimeout=1\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [(of_nobody, 75, "launch: Slurm does not answer: "), (lambda _: "nonsense\n", 78, "Slurm cannot be asked: ")],
+    ids=["gone", "wrong"],
+)
+def test_a_controller_that_is_gone_is_trouble_that_passes_and_a_wrong_configuration_is_not(
+    change: Callable[[str], str], code: int, said: str, cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slurm.conf").write_text(change(Path(os.environ["SLURM_CONF"]).read_text()))
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    began = time.monotonic()
+    refused = command(*ARRAY, root=tmp_path / "runs")
+    assert refused.code == code and said in refused.output, refused.output
+    assert time.monotonic() - began < 30 and not list(refused.root.iterdir())
+
+
 @pytest.mark.slow
 def test_cancelled_is_a_state_of_its_own(submitted: Sweep) -> None:
     submitted.submit(*SEEDS, "launch.slurm.array_parallelism=1")
@@ -220,51 +253,3 @@ def test_cancelled_is_a_state_of_its_own(submitted: Sweep) -> None:
     again = ids(command(*ARRAY, "seed=0", root=submitted.root))
     submitted.wait_for_end()
     assert len(again) == 1 and submitted.run(0).summary["status"] == "finished" and submitted.run(0).summary["restarts"] == 1
-
-
-def test_a_sweep_of_this_machine_is_cancelled_and_starts_no_more_jobs(tmp_path: Path) -> None:
-    line = [*RUN, "trainer.max_steps=100000", "seed=0,1"]
-    running = begin(*line, root=tmp_path, run=multirun)
-    wait_for(lambda: any(tmp_path.glob("*/*/metrics.jsonl")), what="the first job's first row")
-    told = command("mode=cancel", *line, root=tmp_path, run=multirun)
-    assert told.code == 0 and f"process {running.pid} stops" in told.output
-    stopped = end(running, root=tmp_path, timeout_s=30.0)
-    assert stopped.code == 75 and stopped.summary["status"] == "preempted", "only one job has a directory"
-
-
-def test_a_run_of_this_machine_is_cancelled_too(tmp_path: Path) -> None:
-    line = [*RUN, "trainer.max_steps=100000"]
-    running = begin(*line, root=tmp_path)
-    wait_for(lambda: any(tmp_path.glob("*/*/metrics.jsonl")), what="its first row")
-    told = command("mode=cancel", *line, root=tmp_path)
-    assert told.code == 0 and f"process {running.pid} stops, with a checkpoint" in told.output
-    stopped = end(running, root=tmp_path)
-    assert stopped.code == 75 and stopped.summary["status"] == "preempted"
-    nothing = command("mode=cancel", *line, root=tmp_path)
-    assert nothing.code == 0 and "nothing to cancel" in nothing.output
-
-
-@pytest.fixture
-def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Slurm's commands find no controller."""
-    text = Path(os.environ["SLURM_CONF"]).read_text()
-    quick = re.sub("SlurmctldPort=.*", "SlurmctldPort=1", text) + "MessageTimeout=1\nSlurmctldTimeout=1\n"
-    (tmp_path / "slurm.conf").write_text(quick)
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    yield
-
-
-def test_a_controller_that_is_gone_is_trouble_that_passes(cluster: Path, silent: None, tmp_path: Path) -> None:
-    began = time.monotonic()
-    refused = command(*ARRAY, root=tmp_path / "runs")
-    assert refused.code == 75 and refused.output.startswith("launch: Slurm does not answer: "), refused.output
-    assert time.monotonic() - began < 30 and not list(refused.root.iterdir())
-
-
-def test_a_machine_that_is_not_configured_for_slurm_says_so(
-    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "slurm.conf").write_text("nonsense\n")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    refused = command(*ARRAY, root=tmp_path / "runs")
-    assert refused.code == 78 and "Slurm cannot be asked: " in refused.output, refused.output

@@ -9,18 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from framework.cli.run import start
 from framework.config.frozen_file import recall
-from framework.sweep.sweep import sweep
 from tests.harness import Ended, Says, assert_close, begin, command, end, files_below, wait_for
-from tests.launch.paced import ROOT
+from tests.launch.paced import ROOT, pace_jobs
 from tests.launch.test_elastic import RUN
 from tests.launch.test_slurm import ask, cluster, facts, one, pytestmark  # noqa: F401
+from tests.launch.test_sweep import multirun
 
 ARRAY = [*RUN, "launch=slurm"]
 SEEDS = [*ARRAY, "seed=0,1,2"]
@@ -33,10 +33,6 @@ SEARCH = [
 ]
 
 
-def multirun(line: list[str]) -> int:
-    return sweep(line, [])
-
-
 class Sweep:
     """A sweep that is submitted. Its jobs' steps are written down, and take a second each until `hurry`."""
 
@@ -45,14 +41,8 @@ class Sweep:
         self.root = folder / "runs"
         (folder / "slow").write_text("1")
 
-    def plant(self) -> None:
-        from framework.launch import slurm
-
-        pace = f"from pathlib import Path; from tests.launch.paced import pace; pace(Path({str(self.folder)!r}))(); "
-        slurm.NODE = slurm.NODE.replace("from framework", pace + "from framework")
-
     def submit(self, *line: str, code: int = 0) -> Ended:
-        told = command(*line, root=self.root, run=multirun, before=self.plant)
+        told = command(*line, root=self.root, run=multirun, before=pace_jobs(self.folder))
         assert told.code == code, told.output
         return told
 
@@ -61,7 +51,9 @@ class Sweep:
 
     def run(self, seed: int = 0) -> Ended:
         """The run of one seed, as if it had been a command of its own."""
-        (path,) = [path for path in self.directories if recall_any(path)["seed"] == seed]
+        (path,) = [
+            path for path in self.directories if yaml.safe_load((path / "slurm/frozen.yaml").read_text())["seed"] == seed
+        ]
         return Ended(0, self.log, path)
 
     @property
@@ -89,13 +81,6 @@ class Sweep:
 
     def wait_for_end(self) -> None:
         self.wait(lambda: not ask("squeue", "--noheader"), what="an empty queue")
-
-
-def recall_any(path: Path) -> dict[str, Any]:
-    """Return the configuration of a run that may not have begun."""
-    import yaml
-
-    return yaml.safe_load((path / "slurm" / "frozen.yaml").read_text())
 
 
 def ids(told: Ended) -> list[str]:
@@ -335,7 +320,7 @@ def test_status_of_numbers_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_search_waits_for_its_trials_and_when_it_is_stopped_leaves_them_to_the_same_command(submitted: Sweep) -> None:
     line = [*SEARCH, "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=2"]
-    waiting = begin(*line, root=submitted.root, run=multirun, before=submitted.plant)
+    waiting = begin(*line, root=submitted.root, run=multirun, before=pace_jobs(submitted.folder))
     submitted.wait(lambda: len(list(submitted.root.glob("default/*/metrics.jsonl"))) == 2, what="rows of two trials")
     os.kill(waiting.pid, signal.SIGINT)
     told = end(waiting, root=submitted.root)

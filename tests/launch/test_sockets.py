@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from framework.distributed.groups import _store_of_step, awaited
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted
-from tests.harness import command
+from tests.harness import begin, command, end, wait_for
 from tests.test_loggers import RUN
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -127,14 +128,15 @@ def test_ranks_wait_as_long_as_rank_0_works() -> None:
 
 
 def test_a_wrong_key_ends_all_processes_of_a_launcher_at_once(tmp_path: Path, free_port: int) -> None:
-    line = [sys.executable, str(ROOT / "train.py"), "optimizer.lrr=1", f"run.root={tmp_path / 'runs'}"]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
-    ranks = [subprocess.Popen(line, env=os.environ | place | {"RANK": rank, "LOCAL_RANK": rank}, text=True,
-                              stderr=subprocess.PIPE) for rank in "01"]  # fmt: skip
-    told = [rank.communicate(timeout=60)[1] for rank in ranks[:1]]
-    printed_at = time.monotonic()
-    told += [ranks[1].communicate(timeout=60)[1]]
-    assert time.monotonic() - printed_at < 3.0
-    assert [rank.returncode for rank in ranks] == [78, 78]
-    assert told[0].count("optimizer.lrr: unknown key") == 1 and told[1] == ""
-    assert not (tmp_path / "runs").exists()
+    def rank(number: str) -> Any:
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
+        place |= {"RANK": number, "LOCAL_RANK": number}
+        return begin("optimizer.lrr=1", "parallel=ddp", root=tmp_path / "runs", before=lambda: os.environ.update(place))
+
+    waiting = rank("1")
+    wait_for((tmp_path / "runs.output").exists, what="rank 1, which says nothing")
+    first, began = end(rank("0"), root=tmp_path / "runs"), time.monotonic()
+    second = end(waiting, root=tmp_path / "runs")
+    assert (first.code, second.code) == (78, 78) and time.monotonic() - began < 3.0
+    assert second.output.startswith("optimizer.lrr: unknown key") and second.output.count("\n") == 1
+    assert not list((tmp_path / "runs").iterdir())

@@ -53,9 +53,10 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("words", SAMPLERS.values(), ids=SAMPLERS)
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_search_that_was_killed_in_a_batch_draws_the_same(size: int, words: list[str], tmp_path: Path) -> None:
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(("size", "sampler"), [(4, "tpe"), (1, "random"), (4, "nsga"), (1, "tpe"), (4, "random"), (1, "nsga")])
+def test_a_search_that_was_killed_in_a_batch_draws_the_same(size: int, sampler: str, tmp_path: Path) -> None:
+    words = SAMPLERS[sampler]
     whole = drawn(search_of(*SPACE, *words, directory=tmp_path / "whole"), 16, size=size)
     assert len({tuple(values.values()) for values in whole}) > 10
     for number in (0, 12):  # before TPE has learnt anything, and after
@@ -109,7 +110,7 @@ PRUNED = [  # a line, and the steps at which three trials are given up: good, ba
 
 
 @pytest.mark.parametrize(("words", "steps"), PRUNED, ids=[words for words, _ in PRUNED])
-@pytest.mark.parametrize("kill_at", [None, 10])
+@pytest.mark.parametrize("kill_at", [10, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_pruner_stops_what_its_parameters_say_also_when_the_search_was_killed(
     words: str, steps: list[int | None], kill_at: int | None, tmp_path: Path
 ) -> None:

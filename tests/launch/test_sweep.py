@@ -62,7 +62,7 @@ def alone() -> None:
         assert not left, left
         return original(self, job, *args, **kwargs)
 
-    Pool._started = started  # type: ignore[method-assign]
+    Pool._started = started
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def no_process() -> None:
     def started(self: Pool, job: Job, *args: Any, **kwargs: Any) -> None:
         raise AssertionError(f"{job} was started")
 
-    Pool._started = started  # type: ignore[assignment]
+    Pool._started = started
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def in_second_job(act: Callable[[], None]) -> Callable[[], None]:
                 after_step(9, act)()
             return original(self, job, *args, **kwargs)
 
-        Pool._started = started  # type: ignore[method-assign]
+        Pool._started = started
 
     return plant
 
@@ -355,15 +355,20 @@ def counting(file: Path) -> Callable[[], None]:
     return plant
 
 
-@pytest.mark.parametrize(
-    ("line", "count"),
-    [(["optimizer.lr=1e-3,1e-2", "seed=0,1"], 1), (["optimizer.weight_decay=0.0,0.1,0.2"], 2)],
-    ids=["rates and seeds", "a part that is off"],
-)
-def test_a_sweep_rehearses_once_what_a_rehearsal_cannot_tell_apart(line: list[str], count: int, tmp_path: Path) -> None:
-    ended = swept(*SHORT, *line, "rehearse=true", root=tmp_path / "runs", before=counting(tmp_path / "rehearsals"))
+def test_a_sweep_rehearses_once_what_a_rehearsal_cannot_tell_apart(tmp_path: Path) -> None:
+    line = [*SHORT, "optimizer.weight_decay=0.0,0.1", "seed=0,1", "rehearse=true"]
+    ended = swept(*line, root=tmp_path / "runs", before=counting(tmp_path / "rehearsals"))
     assert ended.code == 0, ended.output
-    assert len((tmp_path / "rehearsals").read_text().splitlines()) == count
+    assert len((tmp_path / "rehearsals").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("words", "num"), [
+    ("optimizer.lr=1e-3,1e-2", 1), ("seed=0,1", 1), ("optimizer.weight_decay=0.0,0.1,0.2", 2), ("model.dropout=0,0.1,0.2", 3),
+])  # fmt: skip
+def test_a_rehearsal_tells_numbers_of_an_optimizer_apart_by_being_off(words: str, num: int) -> None:
+    key, _, values = words.partition("=")
+    builds = [Job({}, line=[], config=checked(*SHORT, f"{key}={value}")).build for value in values.split(",")]
+    assert len({rehearsal.subject(build) for build in builds}) == num
 
 
 def test_a_model_that_breaks_the_promise_is_refused_once_before_the_first_job(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def test_experts_are_the_weighted_mlps_that_each_token_has_chosen() -> None:
         sum(weight * F.linear(F.gelu(F.linear(x, layer.up_XHD[i])), layer.down_XDH[i]) for i, weight in zip(chosen, weights))
         for x, chosen, weights in zip(x_ND, index_NK.tolist(), weights_NK)
     ]
-    torch.testing.assert_close(layer(x_ND, index_NK, weights_NK), torch.stack(expected))  # type: ignore[arg-type]
-    torch.testing.assert_close(layer._through_all(x_ND, index_NK, weights_NK), torch.stack(expected))  # type: ignore[arg-type]
+    torch.testing.assert_close(layer(x_ND, index_NK, weights_NK), torch.stack(expected))
+    torch.testing.assert_close(layer._through_all(x_ND, index_NK, weights_NK), torch.stack(expected))
 
 
 def test_imbalance_is_1_where_experts_are_chosen_equally_often_and_their_number_where_one_is() -> None:
@@ -49,7 +49,7 @@ def test_it_takes_the_operations_of_the_experts_that_a_token_has() -> None:
     with torch.device("meta"):
         dense, sparse = GPT(**OPTIONS), MoEGPT(**OPTIONS, num_experts=6, top_k=1)
     router = 2 * 3 * 2 * 12 * 8 * 6  # of two layers, forward and backward
-    assert flops_per_sample(sparse, tokens) == flops_per_sample(dense, tokens) + router  # type: ignore[operator]
+    assert flops_per_sample(sparse, tokens) == flops_per_sample(dense, tokens) + router
 
 
 def test_its_loss_is_added_by_the_tokens_of_a_sample_in_training_alone() -> None:

@@ -79,6 +79,15 @@ def test_names_of_the_frameworks_questions_are_no_answers() -> None:
     assert chain_of(model) is None and own_answer(model, "tensor_plan") is None
     assert [type(block) for block in blocks_of(model)] == [*[nn.Sequential] * 3, nn.Linear]
 
+    class Selects(nn.Module):
+        def tensor_plan(self, how: str) -> str:
+            return how
+
+        def mixers(self) -> int:
+            return 3
+
+    assert own_answer(Selects(), "tensor_plan") is None and own_answer(Selects(), "mixers") is not None
+
 
 def test_a_weight_that_is_read_is_seen() -> None:
     class Reads(nn.Module):

@@ -47,8 +47,6 @@ def test_a_weight_outside_of_the_chain_is_found() -> None:
 
 
 class Deep(nn.Module):
-    """Has blocks and no chain()."""
-
     def __init__(self, *, reads_values: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3))

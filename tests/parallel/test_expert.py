@@ -194,14 +194,11 @@ VARIANTS = {
     "activations recomputed": ("2", ["trainer.activation_checkpointing=true"]),
     "cheap operations recomputed": ("2", ["trainer.activation_checkpointing=operations"]),
     "experts frozen": ("2x2", ["trainer.freeze=[layers.*.experts.*]"]),
-    "all but experts frozen": (
-        "3",
-        ["trainer.freeze=[embedding.*,norm.*,layers.*.attention*,layers.*.router.*,layers.*_norm.*]"],
-    ),
+    "all but experts frozen": ("3", ["trainer.freeze=[embedding.*,norm.*,layers.*.attention*,layers.*.router.*,layers.*_norm.*]"]),
     "one expert a token": ("2", ["model.top_k=1"]),
     "values clipped": ("2x2", ["trainer.clip_grad_value=0.01"]),
     "Muon": ("3", ["optimizer=muon"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -221,7 +218,7 @@ def test_compiled_blocks_stop_before_the_exchange(tmp_path: Path) -> None:
     def one(world: World) -> list[float]:
         cut_experts(model, mesh=world.mesh(expert=None))
         for block in model.blocks():
-            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, dynamic=False)
         loss = model(tokens[world.rank]).square().sum()
         loss.backward()
         return [loss.item(), model.layers[0].router.weight.grad.square().sum().item()]

@@ -33,19 +33,12 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
 @pytest.mark.parametrize(
     ("model", "strategy", "ranks", "num_devices"),
     [
-        *(
-            pytest.param(model, "model-parallel", 1, 2, marks=[] if model == "cnn with BatchNorm" else [pytest.mark.slow])
-            for model in MODELS
-        ),
+        *(pytest.param(model, "model-parallel", 1, 2, marks=[] if model == "cnn with BatchNorm" else [pytest.mark.slow]) for model in MODELS),
         # the tensors of ResNet are too many for Python
-        *(
-            pytest.param(model, "ddp+mp", 2, 2, marks=[] if model == "two inputs" else [pytest.mark.slow])
-            for model in MODELS
-            if model != RESNET18
-        ),
+        *(pytest.param(model, "ddp+mp", 2, 2, marks=[] if model == "two inputs" else [pytest.mark.slow]) for model in MODELS if model != RESNET18),
         pytest.param("gpt, tied", "model-parallel", 1, 3, marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_several_devices_compute_what_one_does(model: str, strategy: str, ranks: int, num_devices: int, tmp_path: Path) -> None:
     line = [*RUN, *MODELS[model], *OPTIMIZERS["adamw"], f"parallel={strategy}", f"launch.nproc_per_node={ranks}"]
     run = finished(*line, root=tmp_path / "runs", before=on_emulated(num_devices))
@@ -55,7 +48,7 @@ def test_several_devices_compute_what_one_does(model: str, strategy: str, ranks:
 
 def test_emulated_devices_refuse_what_cuda_would(tmp_path: Path) -> None:
     def leave_inputs_where_they_are() -> None:
-        model_parallel._move = lambda tree, device: tree  # type: ignore[method-assign]
+        model_parallel._move = lambda tree, device: tree
 
     before = on_emulated(2, leave_inputs_where_they_are)
     run = command(*RUN, *MODELS["mlp"], "parallel=model-parallel", root=tmp_path / "runs", before=before)

@@ -62,11 +62,20 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.quick(1)
+RESIDUAL = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual"]
+FOUR = ["parallel=pp+fsdp+tp", "launch.nproc_per_node=4"]
+
+
+def test_stages_of_a_model_s_own_forward_are_sharded(tmp_path: Path) -> None:
+    line = [*RESIDUAL, "trainer.max_steps=3"]
+    cut = finished(*line, *FOUR, "parallel.shard=2", "parallel.tensor=1", root=tmp_path / "runs")
+    assert_close(cut, once(*line))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [["shard=2", "tensor=1"], ["shard=1", "tensor=2"]])
-def test_stages_of_a_model_s_own_forward_are_sharded_and_cut(mesh: list[str], tmp_path: Path) -> None:
-    line = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual", "checkpoint.every=2"]
-    cut = ["parallel=pp+fsdp+tp", "launch.nproc_per_node=4", *(f"parallel.{degree}" for degree in mesh)]
+def test_sharded_stages_are_rehearsed_and_stopped_and_go_on_under_another_strategy(mesh: list[str], tmp_path: Path) -> None:
+    line, cut = [*RESIDUAL, "checkpoint.every=2"], [*FOUR, *(f"parallel.{degree}" for degree in mesh)]
     stopped = command(*line, *cut, "rehearse=true", root=tmp_path / "runs", before=after_step(5, preempt))
     assert stopped.code == 75, stopped.output
     other = finished(*line, "parallel=fsdp", *TWO, f"run.resume={stopped.directory}", root=tmp_path / "fsdp")
@@ -75,16 +84,14 @@ def test_stages_of_a_model_s_own_forward_are_sharded_and_cut(mesh: list[str], tm
 
 
 def test_two_stages_of_an_own_forward_on_a_process_are_not_sharded(tmp_path: Path) -> None:
-    line = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual", "parallel=pp+fsdp+tp", "parallel.tensor=1",
-            "parallel.schedule=interleaved", "launch.nproc_per_node=4"]  # fmt: skip
-    refused = command(*line, root=tmp_path / "runs")
+    refused = command(*RESIDUAL, *FOUR, "parallel.tensor=1", "parallel.schedule=interleaved", root=tmp_path / "runs")
     assert refused.code == 78 and "parallel.schedule: interleaved, which puts two stages on a process" in refused.output
 
 
 def sent_types(model: nn.Module, *, autocast: torch.dtype | None, dtype: Any = None) -> list[torch.dtype]:
     tokens = torch.zeros(2, 6, dtype=torch.long)
     give_example(model, tokens)
-    forward = Forward(object(), seed=0, devices=[torch.device("cpu")], autocast=autocast)  # type: ignore[arg-type]
+    forward = Forward(object(), seed=0, devices=[torch.device("cpu")], autocast=autocast)
     chain = chain_for(model)
     count = chain.num_links if isinstance(chain, OwnForward) else len(chain_of(model) or [])
     spans = [range(i, i + 1) for i in range(count)]

@@ -38,7 +38,7 @@ def planned(*, vocab_size: int, seq_len: int) -> nn.Module:
     """Return a model of transformers that says how its layers are cut. Its modules get the hidden state by name."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    class Planned(LlamaForCausalLM):  # type: ignore[misc]
+    class Planned(LlamaForCausalLM):
         def tensor_plan(self) -> dict[str, str]:
             columns = {f"model.layers.*.{name}_proj": "colwise" for name in ("self_attn.[qkv]", "mlp.gate", "mlp.up")}
             return columns | {f"model.layers.*.{name}_proj": "rowwise" for name in ("self_attn.o", "mlp.down")}
@@ -72,7 +72,7 @@ def test_the_parts_of_a_sample_may_differ(num_tokens: int, mesh: str, tmp_path: 
 
 def model(name: str, **options: Any) -> nn.Module:
     sizes = {"dim": 8, "num_layers": 1, "num_heads": 2}
-    return GPT(vocab_size=8, seq_len=4, **sizes, **options) if name == "gpt" else ViT(  # type: ignore[arg-type]
+    return GPT(vocab_size=8, seq_len=4, **sizes, **options) if name == "gpt" else ViT(
         image_size=8, in_channels=1, num_classes=2, **sizes)  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def noting_gathers(file: Path) -> Callable[[], None]:
 
         for name in {"all_gather_single", "all_gather_into_tensor"} & set(dir(dist)):  # FSDP's, by release of torch
             setattr(dist, name, noted(getattr(dist, name), "gather"))
-        Block.forward = noted(Block.forward, "block")  # type: ignore[method-assign]
+        Block.forward = noted(Block.forward, "block")
 
     return note
 

@@ -114,7 +114,7 @@ def test_a_loss_of_cut_logits_is_taken_in_32_bits(dtype: torch.dtype, tmp_path: 
     loss.backward()
     for found, gradient in on_ranks(2, act, scratch=tmp_path):
         assert found == pytest.approx(loss.item(), rel=1e-5)
-        torch.testing.assert_close(torch.tensor(gradient), exact.grad.float(), rtol=1e-2, atol=1e-4)  # type: ignore[union-attr]
+        torch.testing.assert_close(torch.tensor(gradient), exact.grad.float(), rtol=1e-2, atol=1e-4)
 
 
 def test_a_token_or_target_that_is_none_is_an_error_on_every_process(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Points:
             if self.strike_at is None:
                 self.record.write_text("\n".join(self.names))
 
-        CheckpointStore.save = watched  # type: ignore[method-assign,assignment]
+        CheckpointStore.save = watched
 
     def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +87,8 @@ class Points:
             write_text(self, text)
             points.pass_by("after write_text")
 
-        format.os = SimpleNamespace(**vars(os) | {"write": in_halves})  # type: ignore[assignment]
-        Path.write_text = written  # type: ignore[method-assign,assignment]
+        format.os = SimpleNamespace(**vars(os) | {"write": in_halves})
+        Path.write_text = written
 
 
 def whole() -> Ended:

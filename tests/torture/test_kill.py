@@ -70,7 +70,7 @@ class Kill:
                 self._strike()
             return result
 
-        Trainer.train_step = train_step  # type: ignore[method-assign]
+        Trainer.train_step = train_step
 
     def _plant_in_save(self) -> None:
         """Strike at the n-th call inside the attempt's saves that reads, flushes, renames or deletes a file."""
@@ -93,7 +93,7 @@ class Kill:
             finally:
                 is_saving[0] = False
 
-        CheckpointStore.save = watched  # type: ignore[method-assign]
+        CheckpointStore.save = watched
         for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (shutil, "rmtree")):
             setattr(module, name, counted(getattr(module, name)))
 

@@ -27,7 +27,7 @@ def strike_at(request: int, *, is_done: bool) -> Callable[[], None]:
     """Return what kills the whole command at this request, done or not."""
 
     def plant() -> None:
-        framework.launch.mirrored._POLL_S = 0.02  # type: ignore[attr-defined]
+        framework.launch.mirrored._POLL_S = 0.02
         calls, command_pid, step = [0], os.getpid(), Trainer.train_step
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def strike_at(request: int, *, is_done: bool) -> Callable[[], None]:
             time.sleep(0.02)
             return step(*args, **kwargs)
 
-        Trainer.train_step = train_step  # type: ignore[method-assign]
+        Trainer.train_step = train_step
         for name in REQUESTS:
             setattr(Objects, name, counted(getattr(Objects, name)))
 

@@ -45,7 +45,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     paced = [sys.executable, "tests/launch/paced.py", str(tmp_path), *line]
     running = subprocess.Popen(paced, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for steps, seconds in ((5, -7200), (15, 86400)):
-        wait_for(lambda steps=steps: step_of(tmp_path / "runs") > steps, what="some steps")  # type: ignore[misc]
+        wait_for(lambda steps=steps: step_of(tmp_path / "runs") > steps, what="some steps")
         offset.write_text(str(seconds))
         again = [sys.executable, "train.py", *line]
         second = subprocess.run(again, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE)

@@ -32,7 +32,6 @@ def write(store: CheckpointStore, beside: Path, tensors: Any) -> dict[str, Any]:
 
 
 def valid_steps(directory: Path) -> list[int]:
-    """Return the steps of the valid checkpoints, the newest first."""
     steps = []
     for path in manifest.candidates(directory):
         try:
@@ -80,7 +79,7 @@ def test_a_valid_checkpoint_exists_at_all_times(seed: int, tmp_path: Path, monke
             for _ in range(rng.randrange(1, 4)):
                 step += rng.randrange(1, 50)
                 content, monitor = rng.randbytes(rng.randrange(200)), rng.choice([None, rng.random()])
-                store.save(step, {"content": content}, {"monitor": monitor})  # type: ignore[dict-item]
+                store.save(step, {"content": content}, {"monitor": monitor})
                 committed[0] = step
         except Crash:
             step = max([0, *valid_steps(directory)])  # where the next start continues
