@@ -264,3 +264,23 @@ def test_a_signal_stops_it_and_nothing_is_written(ranks: int, tmp_path: Path) ->
         ranks == 1
     )  # with more, it is the parent that speaks, and was sent nothing
     assert not (copy / "evaluations.jsonl").exists()
+
+
+def test_other_data_are_measured_and_their_row_names_them(tmp_path: Path) -> None:
+    def row(*words: str) -> dict[str, Any]:
+        return evaluated(run().directory, *words, root=tmp_path / "none")
+
+    other = row("dataset.num_test=5")
+    assert (other["samples"], other["dataset"]) == (5, "num_test=5")
+    same = row("dataset.num_test=13", "dataset.num_workers=1")  # what the run has, fetched in another way
+    assert same["samples"] == 13 and "dataset" not in same
+    assert_equal(same, measured(run(), step=10, split="test"))
+    text = row(
+        "dataset=text",
+        "dataset.seq_len=12",
+        "dataset.root=tests",
+        "dataset.max_bytes=3000",
+        "+dataset.tokenizer=null",
+        "eval.split=val",
+    )
+    assert text["dataset"] == "text" and text["samples"] > 1

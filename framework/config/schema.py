@@ -1,7 +1,5 @@
 """The typed configuration: sections, the types of their keys, and the rules in a section."""
 
-import copy
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -86,6 +84,12 @@ class PrecisionSection(Section):
     name: Literal["fp32", "bf16", "float8", "fp16", "tf32", "fp64"] = setting("fp32", "the format of the computation")
 
 
+def _with_value_of(other: Node, node: Node, path: list[str]) -> Node:
+    """Return a node with the value that another node has at a path."""
+    name, *rest = path
+    return {**node, name: _with_value_of(other[name], node.get(name) or {}, rest) if rest else other[name]}
+
+
 class RunConfig(Section):
     """The configuration of a run. The components' nodes are checked against the signatures of their `_target_`."""
 
@@ -148,12 +152,9 @@ class RunConfig(Section):
         """
         how = {"mode", "eval", "export", "predict", "parallel", "launch", "device", "backend"}
         how |= {"precision", "micro_batch_size", "metric"} & {key.partition(".")[0] for key in given}
-        keys = [key.split(".")[1:] for key in given if key.startswith("dataset.")]
-        dataset = asked.dataset if "dataset" in given else copy.deepcopy(self.dataset)  # other data, or other keys of the same
-        for *above, last in keys if "dataset" not in given else ():
-            functools.reduce(lambda node, name: node.setdefault(name, {}), above, dataset)[last] = functools.reduce(
-                dict.__getitem__, [*above, last], asked.dataset
-            )
+        dataset = asked.dataset if "dataset" in given else self.dataset  # other data, or other keys of the same
+        for path in (key.split(".")[1:] for key in given if key.startswith("dataset.")):
+            dataset = _with_value_of(asked.dataset, dataset, path)
         off: dict[str, Any] = dict.fromkeys(
             ("compile", "activation_checkpointing", "activation_offload", "sync_batchnorm"), False
         )
