@@ -275,12 +275,7 @@ def test_other_data_are_measured_and_their_row_names_them(tmp_path: Path) -> Non
     same = row("dataset.num_test=13", "dataset.num_workers=1")  # what the run has, fetched in another way
     assert same["samples"] == 13 and "dataset" not in same
     assert_equal(same, measured(run(), step=10, split="test"))
-    text = row(
-        "dataset=text",
-        "dataset.seq_len=12",
-        "dataset.root=tests",
-        "dataset.max_bytes=3000",
-        "+dataset.tokenizer=null",
-        "eval.split=val",
+    chosen = row(
+        "dataset=synthetic", "dataset.kind=tokens", "dataset.vocab_size=16", "dataset.seq_len=12", "dataset.num_test=7"
     )
-    assert text["dataset"] == "text" and text["samples"] > 1
+    assert chosen["samples"] == 7 and "num_test=7" in chosen["dataset"] and "vocab_size" not in chosen["dataset"]
