@@ -61,8 +61,16 @@ def compose_line(overrides: list[str]) -> Composed:
     for key, value in flat(plain).items():
         if "${data:" in str(value) and not is_below(key, (*COMPONENTS, *SEVERAL, "extra")):
             problems.append(Problem(key, f"{value} is not valid", "facts of the data are for components"))
+    if plain.get("draft") is True and isinstance(plain.get("run"), dict):
+        plain = _as_draft(plain)
     given = [override.key_or_group for override in map(parse, overrides) if override is not None]
     return Composed(plain, problems, known, given)
+
+
+def _as_draft(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a draft: it is not rehearsed, and it begins anew in the folder of all drafts."""
+    own = {"dir": f"{plain['run'].get('root')}/draft", "resume": "never", "code": "accept", "data": "accept", "mirror": None}
+    return plain | {"rehearse": False, "run": plain["run"] | own}
 
 
 def as_yaml(overrides: list[str], *, resolve: bool) -> str:

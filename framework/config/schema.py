@@ -110,6 +110,9 @@ class RunConfig(Section):
     rehearse: bool = setting(
         True, "try a batch of the data on the CPU, in a separate process, before the run starts", execution=True
     )
+    draft: bool = setting(
+        False, "try something out: one folder RUN.ROOT/draft, which the next draft replaces; nothing is checked", execution=True
+    )
     trainer: TrainerSection = setting(TrainerSection(), "the training loop")
     checkpoint: CheckpointSection = setting(CheckpointSection(), "when checkpoints are saved, and which are kept")
     run: RunSection = setting(..., "where the run is, and how it continues", execution=True)

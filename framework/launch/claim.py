@@ -97,6 +97,9 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] = 
         require_room(folder)
         lock.take()
         remove_scratch(folder)
+        if config.draft:
+            LOGGER.info("a draft, which the next one replaces: not rehearsed, code and data not checked (steadfast promote)")
+            directory.replace_draft()
         if config.run.resume == "never" and (directory.path / "config.yaml").exists():
             LOGGER.info("the earlier run is now in %s", directory.move_aside())
         is_submission = config.launch.kind == "slurm" and party is None

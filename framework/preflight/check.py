@@ -78,7 +78,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
         if imports:
             draft.check(monitors_are_metrics)
             draft.add(draft.change("checkpoint", _directed_checkpoint) + draft.change("trainer", _directed_trainer))
-        draft.check(lambda name, mode, run: place_problems(run) if mode != "cancel" else ())
+        draft.check(lambda draft, mode, run: place_problems(run, is_draft=draft) if mode != "cancel" else ())
     if imports and not draft.problems:
         for group in ("optimizer", "scheduler"):
             try:
@@ -226,13 +226,13 @@ def _problems_of_several(draft: Draft, groups: Iterable[str], *, known: list[str
 # --- the run's directory: it is writable, has no other run, and has a checkpoint if the run must continue
 
 
-def place_problems(run: RunSection) -> list[Problem]:
-    """Return why a run cannot start or continue in its directory."""
+def place_problems(run: RunSection, *, is_draft: bool = False) -> list[Problem]:
+    """Return why a run cannot start or continue in its directory. A draft replaces another run there."""
     directory = RunDirectory(Path(run.dir))
     if problems := writing_problems(run) or _check_contents(directory):
         return problems
     there = frozen_run_id(directory.path)
-    if there not in (None, run.id):
+    if there not in (None, run.id) and not is_draft:
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
         problems = [Problem("run.dir", what, "another directory, or the command of the other run")]
     may_be_fetched = run.mirror is not None and run.resume == "must"  # the claim finds out whether it can be fetched

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
 from framework.checkpoint.manifest import directory_name
-from framework.config.frozen_file import frozen_run_id
+from framework.config.frozen_file import frozen_run_id, recall
 from framework.runtime.files import flush_directory, replaced_by, tail, write_atomically
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
@@ -119,6 +121,12 @@ class RunDirectory:
                 return True
         except (OSError, SafetensorError):
             return False
+
+    def replace_draft(self) -> None:
+        """Delete what an earlier draft has left here. Whatever is not a draft stays."""
+        with suppress(ValueError):
+            if recall(self.path).get("draft") is True:
+                shutil.rmtree(self.move_aside())
 
     def move_aside(self) -> Path:
         """Move the run's files into the next free `NAME.old-N`. The lock and the user's own files stay.
