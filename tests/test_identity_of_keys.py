@@ -51,7 +51,7 @@ OPTIONS = {"parallel=ddp launch.nproc_per_node=2": "", "logger=tensorboard": "",
 # in the identity, although these runs compute the same: with another model, on a GPU, or after a fault they do not
 MAY_CHANGE = {"trainer.compile", "trainer.sync_batchnorm", "trainer.divergence.action", "checkpoint.monitor", "checkpoint.mode",
               "invariance", "part=gradient_norms"}  # fmt: skip
-ELSEWHERE = ("mode", "eval", "predict", "export", "backend", "rehearse", "run.root", "run.mirror", "run.resume", "run.id", "run.dir",
+ELSEWHERE = ("mode", "eval", "predict", "export", "backend", "rehearse", "draft", "run.root", "run.mirror", "run.resume", "run.id", "run.dir",
              "run.checkpoint", "launch.kind", "launch.nnodes", "launch.nproc_per_node", "launch.slurm", "extra", "logger",
              "metric", "part", "sampler", "parallel", *MAY_CHANGE)  # fmt: skip
 QUICK = ["seed", "micro_batch_size", "trainer.log_every", "trainer.early_stopping.monitor", "checkpoint.keep_best",

@@ -52,7 +52,7 @@ def about_runs(command: str, arguments: list[str]) -> int:
     return Exit.FINISHED
 
 
-class Section(NamedTuple):
+class Told(NamedTuple):
     """A part of what a command tells: pairs, or lines. `name` is its key in JSON; without a title, lines are not indented."""
 
     name: str
@@ -96,7 +96,7 @@ def find(text: str, root: Path | None) -> Path | str:
 # --- show
 
 
-def _show(path: Path) -> list[Section]:
+def _show(path: Path) -> list[Told]:
     directory, start = RunDirectory(path), Provenance(path).latest
     summary = directory.read_summary()
     step = last_step(summary, last_rows(directory.metrics))
@@ -104,11 +104,11 @@ def _show(path: Path) -> list[Section]:
     known = [("directory", str(path.resolve())), ("step", f"{step:.0f}{total}")]
     computed, executed = _settings(path)
     return [
-        Section("run", "", [f"{_label_of(path)}: {_state_line(directory)}"]),
-        Section("result", "", [*known, *result(directory, root=str(path.parent))]),
-        Section("computes", "what it computes (without the defaults)", computed),
-        Section("executes", "how it is executed", [*executed, *_execution(summary, start)]),
-        Section("files", "files", _files(directory)),
+        Told("run", "", [f"{_label_of(path)}: {_state_line(directory)}"]),
+        Told("result", "", [*known, *result(directory, root=str(path.parent))]),
+        Told("computes", "what it computes (without the defaults)", computed),
+        Told("executes", "how it is executed", [*executed, *_execution(summary, start)]),
+        Told("files", "files", _files(directory)),
     ]
 
 
@@ -146,20 +146,20 @@ def _files(directory: RunDirectory) -> list[tuple[str, str]]:
 # --- diff
 
 
-def _diff(first: Path, second: Path) -> list[Section]:
+def _diff(first: Path, second: Path) -> list[Told]:
     try:
         computed, executed = compare.config_differences(first, second)
     except ValueError as error:
         computed, executed = {"config.yaml": (str(error), "")}, {}
     return [
-        Section("runs", "", [(name, f"{_label_of(path)}: {_state_line(RunDirectory(path))}")
+        Told("runs", "", [(name, f"{_label_of(path)}: {_state_line(RunDirectory(path))}")
                              for name, path in (("A", first), ("B", second))]),
         _two("computed", "configuration: keys that decide the id of a run", computed),
         _two("executed", "configuration: other keys", executed),
-        Section("code", "code", compare.code_differences(first, second) or ["the same"]),
+        Told("code", "code", compare.code_differences(first, second) or ["the same"]),
         _two("environment", "environment of the latest start", compare.environment_differences(first, second)),
-        Section("rows", "rows of metrics.jsonl", _rows(compare.rows_difference(first, second))),
-        Section("weights", "final weights", [compare.weights_difference(first, second)]),
+        Told("rows", "rows of metrics.jsonl", _rows(compare.rows_difference(first, second))),
+        Told("weights", "final weights", [compare.weights_difference(first, second)]),
     ]  # fmt: skip
 
 
@@ -184,15 +184,15 @@ def _number(value: Any) -> str:
     return "a list" if isinstance(value, list) else repr(value)
 
 
-def _two(name: str, title: str, pairs: compare.TwoValues) -> Section:
+def _two(name: str, title: str, pairs: compare.TwoValues) -> Told:
     items = [(key, "  |  ".join(text or "-" for text in told_apart(pair))) for key, pair in pairs.items()]
-    return Section(name, title, items or ["the same"])
+    return Told(name, title, items or ["the same"])
 
 
 # --- why
 
 
-def _why(path: Path) -> list[Section]:
+def _why(path: Path) -> list[Told]:
     found, directory = lineage(path), RunDirectory(path)
     facts = [pair for pair in result(directory, root="") if pair[0] in ("best", "val", "test")]
     if directory.weights.is_file():
@@ -205,9 +205,9 @@ def _why(path: Path) -> list[Section]:
         own = [f"{f'{place}. ' if not i else '   '}{line}" for i, line in enumerate(_ancestor(ancestor))]
         lines += ["", *own]
     return [
-        Section("run", "", [f"{_label_of(path)}: {_state_line(directory)}"]),
-        Section("result", "", facts),
-        Section("origin", "", ["", title, *lines]),
+        Told("run", "", [f"{_label_of(path)}: {_state_line(directory)}"]),
+        Told("result", "", facts),
+        Told("origin", "", ["", title, *lines]),
     ]
 
 
@@ -293,6 +293,6 @@ def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 # --- the commands of the command line, by name
 
-_COMMANDS: dict[str, tuple[Callable[..., list[Section]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (_why, 1)}
+_COMMANDS: dict[str, tuple[Callable[..., list[Told]], int]] = {"show": (_show, 1), "diff": (_diff, 2), "why": (_why, 1)}
 
 show, diff, trace = (partial(about_runs, name) for name in _COMMANDS)

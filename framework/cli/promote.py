@@ -5,6 +5,7 @@ from pathlib import Path
 
 from framework.config.arguments import split_flags
 from framework.config.compose import compose_line
+from framework.config.validation import validate
 from framework.launch.claim import print_problems
 from framework.runs.provenance import Provenance
 from framework.runtime.problem import Problem
@@ -18,7 +19,8 @@ def promote(arguments: list[str]) -> int:
     """
     roots = [text for text in arguments if text.startswith("run.root=")]
     _, _, problems = split_flags(arguments)
-    root = str(compose_line(roots).config.get("run", {}).get("root"))
+    config = validate(compose_line(roots)).config
+    root = "runs" if config is None else config.run.root
     latest = Provenance(Path(root, "draft")).latest
     if latest is None:
         problems.append(Problem("promote", f"{root}/draft has no draft", "draft=true KEY=VALUE ... makes one; run.root=PATH"))
