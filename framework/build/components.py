@@ -55,6 +55,18 @@ def kept_on_cpu(node: Node) -> list[str]:
     return names
 
 
+def fold_of(node: Node) -> tuple[int, int] | None:
+    """Return which fold of the training samples is held out, and of how many; None without folds. ValueError for a wrong one."""
+    fold, folds = node.get("fold"), node.get("folds")
+    if fold is None and folds is None:
+        return None
+    if type(folds) is not int or folds < 2:
+        raise ValueError(f"dataset.folds={folds!r}: is not valid (a number of folds, at least 2)")
+    if type(fold) is not int or not 0 <= fold < folds:
+        raise ValueError(f"dataset.fold={fold!r}: is not valid (from 0 to {folds - 1})")
+    return fold, folds
+
+
 def sampler(node: Node) -> Any:
     """Build the sampler; None for a permutation. ValueError for bad arguments."""
     return component(node)() if node else None

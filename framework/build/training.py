@@ -40,7 +40,7 @@ from framework.optim.turns import turns_of
 from framework.optim.update import Average, AveragedWeights, Update
 from framework.parallel.first_weights import put_aside
 from framework.parallel.sync_batchnorm import synchronise
-from framework.randomness import key, seeded
+from framework.randomness import key, permutation, seeded
 from framework.runs.directory import RunDirectory
 from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
@@ -78,8 +78,18 @@ class Builder:
             return components.dataset(self.config.dataset)
 
     def source(self, split: Split) -> Source:
-        """Load a split. Collective."""
-        return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
+        """Load a split. With folds, `val` is one fold of the training samples, and `train` has the others. Collective."""
+        fold = components.fold_of(self.config.dataset)
+        if fold is None or split == "test":
+            return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
+        number, count = fold
+        order = permutation(len(self._all_folds))  # the same for every seed
+        mine = order[number::count] if split == "val" else np.delete(order, np.s_[number::count])
+        return Selected(self._all_folds, np.sort(mine))
+
+    @cached_property
+    def _all_folds(self) -> Source:
+        return load_in_turns(self.dataset, "train", seed=self.config.seed, world=self.world)
 
     @cached_property
     def task(self) -> Task:

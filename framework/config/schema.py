@@ -16,7 +16,7 @@ Node = dict[str, Any]  # a component's node: data for its `_target_`
 
 
 INIT = ("init_from", "init_digest")  # not arguments of the model: the source of its weights, and the files' checksums
-OF_DATA = ("batch_transform", "keep_on_cpu")  # not arguments of the dataset: what happens to its micro-batches
+OF_DATA = ("batch_transform", "keep_on_cpu", "fold", "folds")  # not arguments of the dataset: what happens to its samples
 OF_SCHEDULER = ("every",)  # when a scheduler of torch takes a step: each epoch, or each step of the optimizer
 OWN = {
     "model": ("init_from", "parts"),

@@ -132,7 +132,7 @@ def _with_secrets(config: dict[str, Any], problems: list[Problem]) -> list[Probl
 def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
     """Return the dataset, if it can be built, and its problems. This does not import torch."""
     try:
-        built = components.dataset(dataset)
+        built, _ = components.dataset(dataset), components.fold_of(dataset)
     except Interrupted as end:
         return None, [Problem("dataset", str(end), code=end.code)]
     except StoreFailed as failure:

@@ -1,5 +1,6 @@
 """Data of users: the same samples in any order of first use and with any loader processes; a fault is named."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from framework.build.components import kept_on_cpu
+from framework.cli.run import builder_of, checked_line
 from framework.data.loader import Loader, load_split
 from framework.data.map_style import MapStyle
 from framework.data.order import Order
 from framework.data.source import Split
 from framework.runtime.exits import Unfit, headline
 from tests.faulty_data import Damaged, DrawnSplit, Dying, Epochs, Odd, Points, Records, drop
+from tests.harness import refused, typed
 
 
 def loader_of(train: Callable[[], Any], *, num_workers: int = 0, **options: Any) -> Loader:
@@ -121,3 +124,30 @@ def test_what_stays_on_the_cpu_is_a_list_of_names(value: Any) -> None:
     assert kept_on_cpu({"keep_on_cpu": ["length"]}) == ["length"]
     with pytest.raises(ValueError, match="dataset.keep_on_cpu="):
         kept_on_cpu({"keep_on_cpu": value})
+
+
+FOLDS = ["dataset=synthetic", "dataset.num_train=30", "dataset.num_val=4", "dataset.num_test=7", "model=mlp", "model.dim=8",
+         "dataset.folds=3"]  # fmt: skip
+
+
+def test_the_folds_of_a_sweep_hold_out_each_training_sample_once() -> None:
+    held_out = list[int]()
+    for fold in range(3):
+        build = builder_of(checked_line([*FOLDS, f"dataset.fold={fold}"]))
+        train, val = (build.source(split)._numbers.tolist() for split in ("train", "val"))  # type: ignore[attr-defined,arg-type]
+        assert sorted(train + val) == list(range(30)) and len(val) == 10 and len(build.source("test")) == 7
+        held_out += val
+    assert sorted(held_out) == list(range(30))
+
+
+@pytest.mark.parametrize("word", ["dataset.fold=3", "dataset.fold=-1", "dataset.fold=x", "dataset.folds=1"])
+def test_a_fold_that_is_not_there_is_refused(word: str) -> None:
+    assert refused(*FOLDS, *(["dataset.fold=0"] if "folds" in word else []), word).startswith(word.partition("=")[0])
+
+
+def test_a_sweep_of_folds_trains_each(tmp_path: Path) -> None:
+    line = [*FOLDS, "dataset.fold=range(3)", "trainer.max_epochs=1", "rehearse=false"]
+    ended = typed("-m", *line, directory=tmp_path)
+    assert ended.code == 0, ended.output
+    rows = [json.loads(path.read_text())["metrics"]["val"]["last"]["loss"] for path in tmp_path.glob("runs/*/*/summary.json")]
+    assert len(set(rows)) == 3
