@@ -132,7 +132,7 @@ def test_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
 
 
 FAULTS = {
-    "mean": ("MeanLoss", [], "task: its loss of a batch is the mean of its halves' losses"),
+    "mean": ("MeanLoss", [], "is the mean of its halves' losses"),
     "trained teacher": ("TrainedTeacher", [], "task: its parameter teacher.stem.1.weight would not be trained"),
     "no average": ("SelfDistillation", ["trainer.ema_decay=null"], "trainer.ema_decay: null, but the task's step needs"),
     "gather by micro-batches": ("Contrastive", ["invariance=bitwise"], "invariance: bitwise, which runs each micro-batch alone"),

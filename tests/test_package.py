@@ -58,7 +58,7 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
     (metadata,) = environment.glob("lib/python*/site-packages/steadfast-*/METADATA")
     told = Parser().parsestr(metadata.read_text())
     extras = {
-        "wandb", "tensorboard", "mlflow", "slurm", "search", "metrics", "data", "object-store", "export", "mpi", "float8",
+        "wandb", "tensorboard", "mlflow", "slurm", "search", "metrics", "data", "object-store", "export", "lightning", "mpi", "float8",
         "all",
     }  # fmt: skip
     assert set(told.get_all("Provides-Extra") or ()) == extras

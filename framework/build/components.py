@@ -56,7 +56,7 @@ def kept_on_cpu(node: Node) -> list[str]:
 
 
 def fold_of(node: Node) -> tuple[int, int] | None:
-    """Return which fold of the training samples is held out, and of how many; None without folds. ValueError for a wrong one."""
+    """Return which fold of the training samples is held out, and of how many; None without folds. ValueError if it is wrong."""
     fold, folds = node.get("fold"), node.get("folds")
     if fold is None and folds is None:
         return None
