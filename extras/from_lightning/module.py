@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from framework.runtime.exits import Unfit
 
+STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}  # by split
 CALLED = {  # the hooks that are called, of all that a LightningModule can have
     "training_step", "validation_step", "test_step", "configure_optimizers", "setup", "prepare_data", "configure_model",
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
@@ -21,10 +22,7 @@ CALLED = {  # the hooks that are called, of all that a LightningModule can have
 }  # fmt: skip
 NOT_NEEDED = {"forward", "predict_step", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
               "on_predict_start", "on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown",
-              "on_save_checkpoint", "on_load_checkpoint", "configure_callbacks", "configure_sharded_model",
               "optimizer_zero_grad"}  # fmt: skip
-
-
 _OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks")
 
 
@@ -78,7 +76,7 @@ class Driver:
     module: Any = None  # the LightningModule that was called last
     is_padding: bool = False  # the batch does not count
     prefix: str = ""  # of what is logged under the name of its split, such as val/accuracy
-    turns: Sequence[str] = ()  # the names of the optimizers, for optimizers that the training_step steps itself
+    turns: Sequence[str] = ("",)  # the names of the optimizers, if there are several
     turn: str = ""
     losses: list[Tensor] = field(default_factory=list)  # given to manual_backward for the optimizer of the turn
     taken: int = 0  # optimizers that the training_step has stepped
@@ -88,6 +86,8 @@ class Driver:
         if number < self.taken:
             what = f"training_step steps optimizer {number} after optimizer {self.taken - 1}"
             raise Unfit(f"task: {what} (configure_optimizers returns them in the order in which a step uses them, each once)")
+        if self.turns[number] == self.turn and not self.losses:
+            raise Unfit("task: training_step steps an optimizer without self.manual_backward(loss) (not loss.backward())")
         self.taken = number + 1
         if self.turns[number] != self.turn:
             self.losses.clear()
@@ -156,9 +156,12 @@ class _Driven:
         run = getattr(self, method)
         taken = inspect.signature(run).parameters.values()
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in taken)
+        if method in STEPS.values():
+            moved: Callable[..., Any] = getattr(self, "on_after_batch_transfer")  # noqa: B009  # of the LightningModule
+            arguments = (moved(arguments[0], 0), *arguments[1:])
         self._driver = driver
         self.trainer = driver.trainer  # type: ignore[assignment]  # also of the modules in it
-        driver.module = self  # type: ignore[assignment]
+        driver.module = self
         kept = [(metric, _state_of(metric)) for metric in metrics_of(self)] if driver.is_padding else []
         try:
             return run(*(arguments if takes_all else arguments[: len(taken)]))
@@ -189,7 +192,7 @@ class _Driven:
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         driver = self._driver
         assert driver is not None, "optimizers() is for a training_step"
-        found = [_Optimizer(driver, number) for number in range(len(driver.turns) or 1)]
+        found = [_Optimizer(driver, number) for number in range(len(driver.turns))]
         return found if len(found) > 1 else found[0]
 
     def lr_schedulers(self) -> Any:

@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from extras.from_lightning.module import Driver, FromTrainer, metrics_of
+from extras.from_lightning.module import STEPS, Driver, FromTrainer, metrics_of
 from extras.from_lightning.optimizers import Plateau, configured_by, names_of_turns
 from framework.engine.engine import Engine
 from framework.runtime.exits import Unfit
 from framework.training.loop_view import Loop
-
-_STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
-_NAMES = {"train": "train", "val": "validation", "test": "test"}
 
 
 class Task:
@@ -36,7 +33,7 @@ class Task:
             seeds = context.generator_of_step
             torch.manual_seed(int(torch.randint(2**62, (), generator=seeds, device=seeds.device)))
         given = [batch.inputs, batch.targets] if batch.targets is not None else batch.inputs
-        found = call.drive(driver, _STEPS[context.split or "train"], given, context.batch)
+        found = call.drive(driver, STEPS[context.split or "train"], given, context.batch)
         count = context.size
         new = {name: given for name, given in driver.logged.items() if name not in driver.earlier}
         columns = {name: _weighted(value, size or count) for name, (value, size) in new.items()}
@@ -48,9 +45,11 @@ class Task:
         return getattr(self.driver.module, "training_step", None)
 
     def _loss(self, found: Any, context: Any) -> Any:
-        driver, step = self.driver, _STEPS[context.split or "train"]
-        if context.turn:
+        driver, step = self.driver, STEPS[context.split or "train"]
+        if context.is_training and not driver.module.automatic_optimization:  # an optimizer that is left out has no loss
             return sum(driver.losses[1:], driver.losses[0]) if driver.losses else torch.zeros((), requires_grad=True)
+        if context.turn:
+            raise Unfit("task: several optimizers, but the module's automatic_optimization is true (it steps them itself)")
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if loss is None and not context.is_training:
             loss = next((value for name, (value, _) in driver.logged.items() if "loss" in name), None)
@@ -103,7 +102,7 @@ class Hooks:
         trainer.max_epochs = -(-loop.total_steps // self.steps_per_epoch)
         configured = configured_by(self._make, max_epochs=trainer.max_epochs, estimated_stepping_batches=loop.total_steps)
         self._plateau = Plateau(configured)
-        self.driver.turns = names_of_turns(configured) if len(configured) > 1 else []
+        self.driver.turns = names_of_turns(configured) if len(configured) > 1 else [""]
         self._metrics = {name: part for name, part in loop.module.named_modules() if isinstance(part, Metric)}
         for metric in self._metrics.values():
             metric.process_group = loop.engine.data_group

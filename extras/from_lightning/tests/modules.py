@@ -287,3 +287,30 @@ class DiscriminatorFirst(GAN):
             self.manual_backward(sign * (self.discriminator(fake) - self.discriminator(real)).mean())
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Alone(VAE):
+    """One optimizer, which the training_step steps itself; augmentation after the transfer of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return [x * 0.5, y]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.elbo(batch)["loss"]
+        self.log("train_loss", loss)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Unseen(Alone):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.elbo(batch)["loss"].backward()
+        optimizer.step()

@@ -31,6 +31,7 @@ CASES: dict[str, list[str]] = {
     "LanguageModel": ["dataset.module.kind=tokens"],
     "GAN": [],
     "Teacher": [],
+    "Alone": [],
 }
 
 
@@ -110,6 +111,7 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "LanguageModel": modules.LanguageModel,
     "GAN": modules.GAN,
     "Teacher": modules.Teacher,
+    "Alone": modules.Alone,
 }
 
 
@@ -130,7 +132,7 @@ def test_it_computes_what_lightning_does(name: str, monkeypatch: pytest.MonkeyPa
                 assert row[column] == pytest.approx(logged[column], rel=1e-6), (row, logged)  # Lightning logs in float32
     (last,) = (row for row in exact_rows(ended) if row["split"] == "val" and row["step"] == STEPS)
     common = {own: value for name, value in evaluated.items() if (own := name.removeprefix("val/")) in last}
-    assert common or name == "VAE", evaluated  # it returns its loss, and logs nothing
+    assert common or name in ("VAE", "Alone"), evaluated  # it returns its loss, and logs nothing
     for column, value in common.items():
         assert last[column] == pytest.approx(value, rel=1e-6), (last, evaluated)
     for parameter, value in made.state_dict().items():
@@ -156,9 +158,16 @@ def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_p
     assert_close(finished(*two, root=tmp_path), once(*line(name, "micro_batch_size=3", "checkpoint.every=3")))
 
 
-def test_an_unclear_order_of_optimizers_is_refused(tmp_path: Path) -> None:
-    ended = command(*RUN, f"task.module._target_={HERE}.DiscriminatorFirst", "rehearse=true", root=tmp_path / "runs")
-    assert ended.code == 78 and "training_step steps optimizer 0 after optimizer 1" in ended.output, ended.output
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("DiscriminatorFirst", "training_step steps optimizer 0 after optimizer 1"),
+        ("Unseen", "without self.manual_backward(loss)"),
+    ],
+)
+def test_optimizers_that_are_not_seen_or_in_no_clear_order_are_refused(name: str, says: str, tmp_path: Path) -> None:
+    ended = command(*RUN, f"task.module._target_={HERE}.{name}", "rehearse=true", root=tmp_path / "runs")
+    assert ended.code == 78 and says in ended.output, ended.output
 
 
 def test_a_mean_that_is_not_one_over_the_samples_is_named_with_its_line(tmp_path: Path) -> None:
