@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from framework.data.map_style import MapStyle
 from framework.data.source import SPLITS, NotNegative, Source, Split
+
+_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch_to_device", "state_dict", "load_state_dict")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -19,8 +21,23 @@ class DataModule:
 
     module: Callable[[], Any]
     global_batch_size: NotNegative
+    drop_last: bool
     facts: Mapping[str, int] = field(default_factory=dict)
     num_workers: NotNegative = 0
+
+    @cached_property
+    def _made(self) -> Any:
+        made = self.module()
+        if odd := [
+            hook
+            for hook in _HOOKS
+            if hook
+            in {name for base in type(made).__mro__[:-1] for name in vars(base) if not base.__module__.startswith("lightning")}
+        ]:
+            raise ValueError(f"dataset.module: overrides {', '.join(odd)}, which is not called (the module can override it)")
+        made.prepare_data()
+        made.setup("fit")
+        return made
 
     @property
     def info(self) -> Mapping[str, int]:
@@ -31,13 +48,11 @@ class DataModule:
 
     def load(self, split: Split) -> Source:
         """Prepare the data, and load a split. ValueError for loaders that the run's order would change in another way."""
-        made = self.module()
-        made.prepare_data()
-        made.setup("fit")
+        made = self._made
         if split == "test":
             made.setup("test")
         own = [name for name in SPLITS if getattr(type(made), f"{name}_dataloader") is not _missing(name)]
-        loader = self._loader(made, split if split in own else "train")
+        loader = self._loader(made, next(name for name in (split, "val", "train") if name in own or name == "train"))
         makes: dict[Any, Any] = {name: partial(self._dataset, made, name) for name in own}
         if "val" in own:
             makes.setdefault("test", makes["val"])
@@ -58,8 +73,12 @@ class DataModule:
         if split == "train" and loader.batch_size != self.global_batch_size:
             what = f"its batches have {loader.batch_size} samples, and those of the run {self.global_batch_size}"
             raise ValueError(f"{key}: {what} (global_batch_size={loader.batch_size or 'N'})")
-        if split == "train" and type(loader.sampler).__name__ not in ("RandomSampler", "SequentialSampler"):
-            raise ValueError(f"{key}: has a {type(loader.sampler).__name__}, but the run orders its samples (sampler=...)")
+        if type(loader.sampler).__name__ not in ("RandomSampler", "SequentialSampler"):
+            remedy = "sampler=..." if split == "train" else "a torch.utils.data.Subset as the loader's dataset"
+            raise ValueError(f"{key}: has a {type(loader.sampler).__name__}, but the run orders its samples ({remedy})")
+        if loader.drop_last and (split != "train" or not self.drop_last):
+            remedy = "drop_last=true" if split == "train" else "without it: an evaluation counts each sample"
+            raise ValueError(f"{key}: drops its last batch, but the run does not ({remedy})")
         return loader
 
 
@@ -69,6 +88,8 @@ def _missing(split: Split) -> Any:
     return getattr(LightningDataModule, f"{split}_dataloader")
 
 
-def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, None]:
-    """Return a batch as its loader makes it, as the inputs: a LightningModule takes it apart."""
-    return collate(samples), None
+def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, Any]:
+    """Return the parts of a batch as its loader makes it; if it is no pair, all of it as the inputs."""
+    batch = collate(samples)
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is not None
+    return (batch[0], batch[1]) if is_pair else (batch, None)  # a pair again in the step: mode=predict needs the inputs alone

@@ -1,12 +1,13 @@
 """A LightningModule whose methods this framework calls: what it logs and asks of its trainer goes to a `Driver`."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -38,7 +39,7 @@ class FromTrainer:
     current_epoch: int = 0
     max_epochs: int | None = None
     max_steps: int = -1
-    estimated_stepping_batches: int = 1
+    num_steps: int | None = None  # what estimated_stepping_batches is; None: not known here
     num_training_batches: int = 1
     training: bool = True
     validating: bool = False
@@ -55,11 +56,14 @@ class FromTrainer:
     logger: Any = None
     loggers: Sequence[Any] = ()
     callbacks: Sequence[Any] = ()
-    optimizers: Sequence[Any] = ()
-    lr_scheduler_configs: Sequence[Any] = ()
-    callback_metrics: dict[str, Any] = field(default_factory=dict)
-    logged_metrics: dict[str, Any] = field(default_factory=dict)
-    datamodule: LightningDataModule | None = None
+    model: Any = None  # the LightningModule
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        if self.num_steps is None:
+            what = "trainer.estimated_stepping_batches is not known to a scheduler that steps by epochs"
+            raise ValueError(f"module: {what} (interval: step, or trainer.max_epochs)")
+        return self.num_steps
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"self.trainer.{name}: a run of this framework has no such value (docs: extras/from_lightning)")
@@ -75,11 +79,12 @@ class Driver:
     metrics: dict[str, Metric] = field(default_factory=dict)  # that were logged as objects, by name
     module: Any = None  # the LightningModule that was called last
     is_padding: bool = False  # the batch does not count
-    prefix: str = ""  # of what is logged under the name of its split, such as val/accuracy
     turns: Sequence[str] = ("",)  # the names of the optimizers, if there are several
     turn: str = ""
     losses: list[Tensor] = field(default_factory=list)  # given to manual_backward for the optimizer of the turn
     taken: int = 0  # optimizers that the training_step has stepped
+    num_calls: int = 0  # of training_step in this step
+    is_done: bool = False  # whether the optimizer of the turn is among them
 
     def stepped(self, number: int) -> None:
         """Note that the training_step steps an optimizer."""
@@ -88,7 +93,7 @@ class Driver:
             raise Unfit(f"task: {what} (configure_optimizers returns them in the order in which a step uses them, each once)")
         if self.turns[number] == self.turn and not self.losses:
             raise Unfit("task: training_step steps an optimizer without self.manual_backward(loss) (not loss.backward())")
-        self.taken = number + 1
+        self.taken, self.is_done = number + 1, self.is_done or self.turns[number] == self.turn
         if self.turns[number] != self.turn:
             self.losses.clear()
         elif self.turn != self.turns[-1]:
@@ -124,10 +129,16 @@ def driven(module: Callable[[], Any]) -> LightningModule:
         what = f"{type(made).__name__} overrides {', '.join(odd)}, which this framework does not call"
         raise ValueError(f"model.module: {what} (trainer.*, part=... or a task of your own: extras/from_lightning/README.md)")
     made.__class__ = type(type(made).__name__, (_Driven, type(made)), {"__module__": type(made).__module__})
-    made.trainer = FromTrainer()  # type: ignore[assignment]
-    for setup in (made.configure_model, lambda: made.setup("fit")):
-        setup()
+    made.trainer = FromTrainer(model=made)  # type: ignore[assignment]
+    made.configure_model()
+    made.setup("fit")
+    vars(made)["_in_eval"] = [part for part in made.modules() if not part.training]  # which its author has put there
     return made
+
+
+def has_own(module: Any, method: str) -> bool:
+    """Return whether a LightningModule defines a method itself."""
+    return getattr(type(module), method) is not getattr(LightningModule, method)
 
 
 def metrics_of(module: Any) -> list[Metric]:
@@ -150,9 +161,19 @@ class _Driven:
     """What replaces methods of a LightningModule."""
 
     _driver: Driver | None = None
+    _in_eval: Sequence[Any] = ()
+
+    def train(self, mode: bool = True) -> Any:
+        """Keep the modules in eval mode that were made so, as Lightning does."""
+        found = super().train(mode)  # type: ignore[misc]
+        for part in self._in_eval:
+            part.training = False
+        return found
 
     def drive(self, driver: Driver, method: str, *arguments: Any) -> Any:
         """Call a method with as many of the arguments as it takes. The model's forward is replaced by this call."""
+        if method in STEPS.values():  # a module without a test_step has its validation_step, and without that its training_step
+            method = next(name for name in (method, "validation_step", "training_step") if has_own(self, name))
         run = getattr(self, method)
         taken = inspect.signature(run).parameters.values()
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in taken)
@@ -160,7 +181,7 @@ class _Driven:
             moved: Callable[..., Any] = getattr(self, "on_after_batch_transfer")  # noqa: B009  # of the LightningModule
             arguments = (moved(arguments[0], 0), *arguments[1:])
         self._driver = driver
-        self.trainer = driver.trainer  # type: ignore[assignment]  # also of the modules in it
+        self.trainer, driver.trainer.model = driver.trainer, self  # also the trainer of the modules in it
         driver.module = self
         kept = [(metric, _state_of(metric)) for metric in metrics_of(self)] if driver.is_padding else []
         try:
@@ -177,13 +198,16 @@ class _Driven:
         driver = self._driver
         if driver is None:
             return
-        name = name.removeprefix(driver.prefix)
+        name = re.sub("^(train|val|test)/", "", name)  # the row tells the split
         if isinstance(value, Metric):
             driver.metrics[name] = value
         elif reduce_fx not in ("mean", torch.mean):
             raise Unfit(f"task: log({name!r}, reduce_fx=...) (a mean over the samples; or a metric of torchmetrics)")
         else:
             driver.logged[name] = value, batch_size
+
+    def print(self, *args: Any, **named: Any) -> None:
+        print(*args, **named)
 
     def log_dict(self, dictionary: Any, *given: Any, **named: Any) -> None:
         for name, value in dictionary.items():

@@ -12,6 +12,7 @@ from framework.optim.optimizers import Trainable
 from framework.runtime.exits import Unfit
 
 _PLACE = "configured_group"  # the option of a parameter group that tells which of the configured groups it is a part of
+_ANY = 1000  # steps of a run, where only a scheduler that is not used needs their number
 Make = Callable[[], Any]  # builds the LightningModule
 
 
@@ -37,11 +38,14 @@ def configured_by(module: Make, **known: Any) -> list[Configured]:
             made = driven(module)
     except (NotImplementedError, RuntimeError):  # its constructor needs numbers
         made = driven(module)
-    made.trainer = FromTrainer(**known)  # type: ignore[assignment]
+    made.trainer = FromTrainer(**known, model=made)  # type: ignore[assignment]
     found = made.configure_optimizers()
     optimizers, schedulers = _sorted(found)
     if not optimizers:
         raise ValueError(f"module: configure_optimizers returns {type(found).__name__}, and no optimizer")
+    of_optimizers = [id(entry["scheduler"].optimizer) for entry in schedulers]
+    if len(set(of_optimizers)) < len(of_optimizers):
+        raise ValueError("module: configure_optimizers returns two schedulers for one optimizer (ChainedScheduler of both)")
     own = {id(parameter): name for name, parameter in made.named_parameters()}
     by_optimizer = {id(entry["scheduler"].optimizer): entry for entry in schedulers}
     configured = []
@@ -82,7 +86,7 @@ def configured(
     trained: list[Trainable], *, module: Make, max_epochs: int | None = None, number: int = 0
 ) -> torch.optim.Optimizer:
     """Return an optimizer of `configure_optimizers` with the trained parameters of these names in its groups."""
-    made, names = configured_by(module, max_epochs=max_epochs)[number][:2]
+    made, names = configured_by(module, max_epochs=max_epochs, num_steps=_ANY)[number][:2]
     by_name = {item.name: item.parameter for item in trained}
     groups: list[dict[str, Any]] = []
     for place, (group, own) in enumerate(zip(made.param_groups, names)):
@@ -96,9 +100,9 @@ def configured(
     return made
 
 
-def completed(node: dict[str, Any], *, module: Make, **_: Any) -> dict[str, Any]:
+def completed(node: dict[str, Any], *, module: Make, max_epochs: int | None = None, **_: Any) -> dict[str, Any]:
     """Return the optimizer's node with a turn for each optimizer, if there are several: a step takes one after the other."""
-    found = configured_by(module)
+    found = configured_by(module, max_epochs=max_epochs, num_steps=_ANY)
     if len(found) == 1:
         return node
     turns: dict[str, Any] = {}
@@ -115,7 +119,8 @@ configured.completed = completed  # type: ignore[attr-defined]
 def names_of_turns(found: Sequence[Configured]) -> list[str]:
     """Return the names of several optimizers: those of the modules whose parameters they have."""
     tops = ["_".join(dict.fromkeys(name.split(".")[0] for names in one.names for name in names)) for one in found]
-    return tops if len(set(tops)) == len(tops) else [f"optimizer_{number}" for number in range(len(found))]
+    names = tops if len(set(tops)) == len(tops) else [f"optimizer_{number}" for number in range(len(found))]
+    return [f"turn_{name}" for name in names]  # so that its column is none of those that a module logs
 
 
 # --- the schedule
@@ -127,9 +132,11 @@ def schedule(
 ) -> "_Followed":  # fmt: skip
     """Return the scheduler of an optimizer of `configure_optimizers`, for an optimizer with its groups.
 
-    `total_steps` is what `self.trainer.estimated_stepping_batches` is; it is known if the scheduler steps by steps.
+    `total_steps` is the number of the scheduler's steps: what `self.trainer.estimated_stepping_batches` is, if these are the
+    steps of the run.
     """
-    known = {} if total_steps is None else {"estimated_stepping_batches": total_steps, "max_steps": total_steps}
+    by_epoch = _steps_by_epoch(configured_by(module, max_epochs=max_epochs, num_steps=_ANY)[number])
+    known = {} if total_steps is None or by_epoch else {"num_steps": total_steps, "max_steps": total_steps}
     return _Followed(optimizer, configured_by(module, max_epochs=max_epochs, **known)[number])
 
 
@@ -155,12 +162,15 @@ class _Followed:
 
 def with_unit(node: dict[str, Any], *, module: Make, max_epochs: int | None = None, **_: Any) -> dict[str, Any]:
     """Return the schedule's node with the unit in which the scheduler steps."""
-    return _with_unit(node, configured_by(module, max_epochs=max_epochs)[0])
+    return _with_unit(node, configured_by(module, max_epochs=max_epochs, num_steps=_ANY)[0])
 
 
 def _with_unit(node: dict[str, Any], configured: Configured) -> dict[str, Any]:
-    by_epoch = configured.is_function_of_steps and configured.interval == "epoch"
-    return node | ({"every": "epoch"} if by_epoch else {})
+    return node | ({"every": "epoch"} if _steps_by_epoch(configured) else {})
+
+
+def _steps_by_epoch(configured: Configured) -> bool:
+    return configured.is_function_of_steps and configured.interval == "epoch"
 
 
 schedule.completed = with_unit  # type: ignore[attr-defined]
@@ -175,10 +185,16 @@ class Plateau:
             raise Unfit("task: a scheduler that follows a metric needs a run with one optimizer (a schedule of the step)")
         self._followed = following[0] if following else None
         self._first = [group["lr"] for group in self._followed.optimizer.param_groups] if self._followed else []
+        self._calls = 0
 
     @property
     def share(self) -> float:
-        return self._followed.optimizer.param_groups[0]["lr"] / self._first[0] if self._followed else 1.0
+        """The share of the first rates. Unfit if it is not the same for all parameter groups."""
+        groups = self._followed.optimizer.param_groups if self._followed else []
+        shares = [group["lr"] / first for group, first in zip(groups, self._first)] or [1.0]
+        if max(shares) - min(shares) > 1e-9:
+            raise Unfit("task: ReduceLROnPlateau lowers its groups by different factors (min_lr as their rates are)")
+        return shares[0]
 
     def evaluated(self, split: str, row: Mapping[str, Any]) -> None:
         """Let the scheduler step, if it follows a column of this split's rows."""
@@ -189,16 +205,19 @@ class Plateau:
             raise Unfit(
                 f"task: a scheduler follows {self._followed.monitor!r}, which is not measured (one of {', '.join(row)})"
             )
-        self._followed.scheduler.step(row[name])
+        self._calls += 1
+        if self._calls % self._followed.frequency == 0:
+            self._followed.scheduler.step(row[name])
 
     def state_dict(self) -> dict[str, Any]:
         if self._followed is None:
             return {}
         kept = {name: getattr(self._followed.scheduler, name) for name in _OF_PLATEAU}
-        return kept | {"rates": [group["lr"] for group in self._followed.optimizer.param_groups]}
+        return kept | {"calls": self._calls, "rates": [group["lr"] for group in self._followed.optimizer.param_groups]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._followed is not None:
+            self._calls = state["calls"]
             for name in _OF_PLATEAU:
                 setattr(self._followed.scheduler, name, state[name])
             for group, lr in zip(self._followed.optimizer.param_groups, state["rates"]):

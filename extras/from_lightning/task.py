@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -23,11 +24,13 @@ class Task:
 
     def step(self, call: Any, batch: Any, context: Any) -> dict[str, Any]:
         driver, trainer, is_training = self.driver, self.driver.trainer, context.is_training
-        trainer.global_step, trainer.current_epoch = context.step, context.epoch
+        if is_training:  # a manual optimization counts the steps of each optimizer
+            turn = driver.turns.index(context.turn)
+            trainer.global_step, trainer.current_epoch = context.step * len(driver.turns) + turn, context.epoch
+            driver.num_calls += 1
         trainer.training, trainer.validating, trainer.testing = is_training, context.split == "val", context.split == "test"
         driver.logged.clear()
-        driver.prefix = f"{context.split}/"
-        driver.turn, driver.taken, driver.is_padding = context.turn, 0, context.is_padding
+        driver.turn, driver.taken, driver.is_done, driver.is_padding = context.turn, 0, False, context.is_padding
         driver.losses.clear()
         if context.turn:  # so that all turns of a step see the same noise, as one training_step does
             seeds = context.generator_of_step
@@ -46,18 +49,34 @@ class Task:
 
     def _loss(self, found: Any, context: Any) -> Any:
         driver, step = self.driver, STEPS[context.split or "train"]
-        if context.is_training and not driver.module.automatic_optimization:  # an optimizer that is left out has no loss
-            return sum(driver.losses[1:], driver.losses[0]) if driver.losses else torch.zeros((), requires_grad=True)
+        if context.is_training and not driver.module.automatic_optimization:
+            if driver.losses and not driver.is_done:
+                what = "training_step calls manual_backward, and steps no optimizer with it"
+                raise Unfit(f"task: {what} (global_batch_size and micro_batch_size accumulate gradients)")
+            if driver.is_done:
+                return sum(driver.losses[1:], driver.losses[0])
+            return torch.zeros((), requires_grad=True)  # the optimizer is left out in this step
         if context.turn:
             raise Unfit("task: several optimizers, but the module's automatic_optimization is true (it steps them itself)")
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if loss is None and not context.is_training:
-            loss = next((value for name, (value, _) in driver.logged.items() if "loss" in name), None)
+            loss = self._logged_loss(context.split)
         if loss is None:
             raise Unfit(
                 f"task: {step} returns no loss{'' if context.is_training else ', and logs none'} (a mean over its batch)"
             )
         return loss
+
+    def _logged_loss(self, split: str) -> Any:
+        """Return the value that an evaluation has logged as its loss: `loss`, SPLIT_loss, or the only name with this word."""
+        driver = self.driver
+        values = {name: value for name, (value, _) in driver.logged.items()}
+        values |= {name: metric._forward_cache for name, metric in driver.metrics.items()}
+        named = [name for name, value in values.items() if "loss" in name and value is not None]
+        first = [name for name in ("loss", f"{split}_loss", "val_loss") if name in named] or named
+        if len(first) > 1 and first == named:
+            raise Unfit(f"task: an evaluation logs {' and '.join(named)}, and which is its loss? (the name {split}_loss)")
+        return values[first[0]] if first else None
 
     def measured(self, engine: Engine) -> dict[str, float]:
         """Call the hooks at the end of an evaluation; return what they log, and the values of metrics that were logged."""
@@ -69,7 +88,8 @@ class Task:
             metric.process_group = engine.data_group
         for hook in (f"on_{name}_epoch_end", f"on_{name}_end"):
             driver.module.drive(driver, hook)
-        return {name: float(value) for name, (value, _) in driver.logged.items()} | values_of(driver.metrics)
+        found = {name: float(value) for name, (value, _) in driver.logged.items()} | values_of(driver.metrics)
+        return {name: value for name, value in found.items() if name != "loss"}  # which the row has
 
 
 def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
@@ -94,18 +114,21 @@ class Hooks:
         self._columns: dict[str, float] = {}  # that hooks have logged in this step
         self._metrics: dict[str, Metric] = {}
         self._plateau = Plateau([])
+        self._initial: dict[str, Any] = {}  # plain attributes of the module
+        self._has_begun = False
 
     def begun(self, loop: Loop) -> None:
         order, trainer = loop.splits.loader("train").order, self.driver.trainer
         self.steps_per_epoch = trainer.num_training_batches = -(-order.epoch_size // order.global_batch_size)
-        trainer.estimated_stepping_batches = trainer.max_steps = loop.total_steps
+        trainer.num_steps = trainer.max_steps = loop.total_steps
         trainer.max_epochs = -(-loop.total_steps // self.steps_per_epoch)
-        configured = configured_by(self._make, max_epochs=trainer.max_epochs, estimated_stepping_batches=loop.total_steps)
+        configured = configured_by(self._make, max_epochs=trainer.max_epochs, num_steps=loop.total_steps)
         self._plateau = Plateau(configured)
         self.driver.turns = names_of_turns(configured) if len(configured) > 1 else [""]
         self._metrics = {name: part for name, part in loop.module.named_modules() if isinstance(part, Metric)}
         for metric in self._metrics.values():
             metric.process_group = loop.engine.data_group
+        self._loop, self._initial = loop, plain_attributes(loop.module)
         self._call(loop, "on_fit_start", "on_train_start")
 
     def step_begun(self, loop: Loop) -> None:
@@ -113,14 +136,19 @@ class Hooks:
         self._columns.clear()
         self.driver.earlier.clear()
         loop.lr_share = self._plateau.share
-        if loop.step % self.steps_per_epoch == 0:
-            self._call(loop, "on_train_epoch_start")
-        self._call(loop, "on_train_batch_start", given=(None, loop.step % self.steps_per_epoch))
+        self.driver.num_calls = 0
+        if loop.step % self.steps_per_epoch == 0 or not self._has_begun:  # also where a run continues within an epoch
+            self._call(loop, "on_train_epoch_start", epoch=loop.step // self.steps_per_epoch)
+        self._has_begun = True
+        number, epoch = loop.step % self.steps_per_epoch, loop.step // self.steps_per_epoch
+        if self._call(loop, "on_train_batch_start", given=(None, number), epoch=epoch) == -1:
+            raise Unfit("task: on_train_batch_start returns -1 (loop.stop() of a part; trainer.early_stopping)")
 
     def gradients_ready(self, loop: Loop) -> None:
         if loop.turn and loop.turn != self.driver.turns[-1]:  # the last turn runs the whole training_step
             self._reset()
         self.driver.earlier |= self.driver.logged.keys()
+        self._call(loop, "on_before_zero_grad", given=(loop.optimizer,))
         self._call(loop, "on_after_backward")
         self._call(loop, "on_before_optimizer_step", given=(loop.optimizer,))
 
@@ -128,13 +156,13 @@ class Hooks:
         number = (loop.step - 1) % self.steps_per_epoch
         self.driver.logged.clear()
         self._call(loop, "on_train_batch_end", given=(None, None, number))
-        self._call(loop, "on_before_zero_grad", given=(loop.optimizer,))
-        if number == self.steps_per_epoch - 1:
+        if number == self.steps_per_epoch - 1 and self.driver.num_calls:  # a rehearsal takes steps without a training_step
             self._call(loop, "on_train_epoch_end")
         self._columns = {name: float(value) for name, (value, _) in self.driver.logged.items()}
 
     def row(self, loop: Loop) -> dict[str, float]:
-        return self._columns | values_of(self.driver.metrics)
+        found = self._columns | values_of(self.driver.metrics)
+        return {name: value for name, value in found.items() if name != "loss"}  # which the row has
 
     def evaluating(self, loop: Loop, split: str) -> None:
         self._reset()
@@ -151,20 +179,34 @@ class Hooks:
         self._call(loop, "on_train_end", "on_fit_end")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of the metrics that the module itself resets, such as the best accuracy of all evaluations."""
+        """Return what the module keeps outside of its state: metrics that it resets itself, and plain attributes that changed.
+
+        A metric has one state for all ranks, which the first of them goes on with.
+        """
         found: dict[str, Any] = {}
         for name, metric in self._metrics.items():
-            tensors = {state: value for state, value in metric.metric_state.items() if isinstance(value, Tensor)}
-            found |= {f"{name}.{state}": value for state, value in tensors.items()}
-            found |= {f"{name}._update_count": metric._update_count} if tensors else {}
+            if not self._loop.any(bool(metric._update_count)):
+                continue
+            for state, value in _synchronised(metric).items():
+                found[f"metric.{name}.{state}"] = value
+        for name, value in plain_attributes(self._loop.module).items():
+            if value != self._initial.get(name, value if name in self._initial else None):
+                found[f"attribute.{name}"] = value
         return found | {f"plateau.{name}": value for name, value in self._plateau.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        of_plateau = {key for key in state if key.startswith("plateau.")}
-        self._plateau.load_state_dict({key.removeprefix("plateau."): state[key] for key in of_plateau})
-        for key, value in ((key, state[key]) for key in state.keys() - of_plateau):
-            name, _, attribute = key.rpartition(".")
-            setattr(self._metrics[name], attribute, value)
+        of_plateau: dict[str, Any] = {}
+        for key, value in state.items():
+            kind, _, name = key.partition(".")
+            if kind == "plateau":
+                of_plateau[name] = value
+            elif kind == "attribute":
+                setattr(self._loop.module, name, value)
+            elif not dist.is_initialized() or dist.get_rank() == 0:
+                metric, _, attribute = name.rpartition(".")
+                is_list = isinstance(self._metrics[metric]._defaults.get(attribute), list)
+                setattr(self._metrics[metric], attribute, [value] if is_list else value)
+        self._plateau.load_state_dict(of_plateau)
 
     def _reset(self) -> None:
         """Reset the metrics that were logged as objects: their values are of one step or one evaluation."""
@@ -172,10 +214,36 @@ class Hooks:
             metric.reset()
         self.driver.metrics.clear()
 
-    def _call(self, loop: Loop, *hooks: str, given: tuple[Any, ...] = ()) -> None:
+    def _call(self, loop: Loop, *hooks: str, given: tuple[Any, ...] = (), epoch: int | None = None) -> Any:
+        """Call hooks of the module. `epoch`: None is that of the last step. Return what the last hook returns."""
         module: Any = loop.module
         trainer = self.driver.trainer
-        trainer.global_step, trainer.current_epoch = loop.step, max(0, loop.step - 1) // self.steps_per_epoch
+        trainer.global_step = loop.step * len(self.driver.turns)
+        trainer.current_epoch = max(0, loop.step - 1) // self.steps_per_epoch if epoch is None else epoch
         self.driver.is_padding = False
+        returned = None
         for hook in hooks:
-            module.drive(self.driver, hook, *given)
+            returned = module.drive(self.driver, hook, *given)
+        return returned
+
+
+def plain_attributes(module: Any) -> dict[str, Any]:
+    """Return the numbers and texts among a module's own attributes."""
+    own = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name != "training")
+    return {name: value for name, value in own if type(value) in (bool, int, float, str)}
+
+
+def _synchronised(metric: Metric) -> dict[str, Any]:
+    """Return a metric's state over all ranks: tensors (those of a list joined), and the number of updates. Collective."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several:
+        metric.sync(process_group=metric.process_group)
+    joined: dict[str, Any] = {}
+    for name, value in metric.metric_state.items():
+        if not isinstance(value, list):
+            joined[name] = value.clone()
+        elif value:
+            joined[name] = torch.cat([item.reshape(1) if item.ndim == 0 else item for item in value])
+    if several:
+        metric.unsync()
+    return joined | {"_update_count": 1}

@@ -79,8 +79,7 @@ class Builder:
 
     def source(self, split: Split) -> Source:
         """Load a split. With folds, `val` is one fold of the training samples, and `train` has the others. Collective."""
-        fold = components.fold_of(self.config.dataset)
-        if fold is None or split == "test":
+        if (fold := components.fold_of(self.config.dataset)) is None or split == "test":
             return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
         number, count = fold
         order = permutation(len(self._all_folds))  # the same for every seed

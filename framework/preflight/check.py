@@ -78,7 +78,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
         if imports:
             draft.check(monitors_are_metrics)
             draft.add(draft.change("checkpoint", _directed_checkpoint) + draft.change("trainer", _directed_trainer))
-        draft.check(lambda draft, mode, run: place_problems(run, is_draft=draft) if mode != "cancel" else ())
+        draft.check(lambda name, draft, mode, run: place_problems(run, is_draft=draft) if mode != "cancel" else ())
     if imports and not draft.problems:
         for group in ("optimizer", "scheduler"):
             try:
