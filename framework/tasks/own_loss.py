@@ -48,10 +48,16 @@ class OwnLoss:
 
 
 def losses_in(outputs: Any) -> dict[str, Tensor]:
-    """Return the losses, of shape (), among a model's outputs: `loss`, or else all that have a name, or the only one."""
+    """Return the losses, of shape (), among a model's outputs.
+
+    `loss`, or all with this word in their names, or all with names, or the only one. TypeError for several without names.
+    """
     if isinstance(outputs, Mapping):
         named = {str(name): value for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim == 0}
-        return {"loss": named["loss"]} if "loss" in named else named
+        losses = {name: value for name, value in named.items() if "loss" in name} or named  # beside an accuracy, for example
+        return {"loss": named["loss"]} if "loss" in named else losses
     found = [one for one in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if isinstance(one, Tensor)]
     single = [one for one in found if one.ndim == 0]
-    return {"loss": single[0]} if len(single) == 1 else {}
+    if len(single) > 1:
+        raise TypeError(f"the model returns {len(single)} numbers without names: which is its loss? (a dictionary with `loss`)")
+    return {"loss": single[0]} if single else {}

@@ -263,6 +263,40 @@ adam = partial(torch.optim.Adam, lr=1e-2)
 plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.1, patience=0, threshold=0.3)
 
 
+class Habits(L.LightningModule):
+    """A frozen backbone in eval mode, a weight that follows the epoch, a metric over an epoch, an average before each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).requires_grad_(False).eval()
+        self.head = nn.Linear(8, 3)
+        self.slow = copy.deepcopy(self.head).requires_grad_(False)
+        self.weight, self.seen = 1.0, MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.head(self.backbone(x)), y)
+        self.seen.update(loss)
+        return loss * self.weight * (1 + self.current_epoch)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.slow.weight.mul_(0.5).add_(self.head.weight, alpha=0.5)
+
+    def on_train_epoch_end(self) -> None:
+        self.weight = 1.0 / (2 + self.current_epoch)
+        self.log("seen", self.seen.compute())
+        self.seen.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/other_loss", F.cross_entropy(self.slow(self.backbone(x)), y))
+        self.log("val/loss", F.cross_entropy(self.head(self.backbone(x)), y))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+
+
 class MeanOverTokens(LanguageModel):
     """Its loss ignores a token, so its mean is not one over the samples."""
 

@@ -32,6 +32,7 @@ CASES: dict[str, list[str]] = {
     "GAN": [],
     "Teacher": [],
     "Alone": [],
+    "Habits": [],
 }
 
 
@@ -112,6 +113,7 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "GAN": modules.GAN,
     "Teacher": modules.Teacher,
     "Alone": modules.Alone,
+    "Habits": modules.Habits,
 }
 
 
@@ -130,6 +132,8 @@ def test_it_computes_what_lightning_does(name: str, monkeypatch: pytest.MonkeyPa
         for column in ("loss", "train_loss", "agreement", "train_kl", "g_loss", "d_loss"):
             if column in logged:
                 assert row[column] == pytest.approx(logged[column], rel=1e-6), (row, logged)  # Lightning logs in float32
+    if name == "Habits":  # Lightning tells at the next batch what the hook at the end of an epoch has logged
+        assert rows[4]["seen"] == pytest.approx(losses[5]["seen"], rel=1e-6)
     (last,) = (row for row in exact_rows(ended) if row["split"] == "val" and row["step"] == STEPS)
     common = {own: value for name, value in evaluated.items() if (own := name.removeprefix("val/")) in last}
     assert common or name in ("VAE", "Alone"), evaluated  # it returns its loss, and logs nothing
@@ -151,7 +155,7 @@ def test_a_scheduler_that_follows_a_metric_does_what_it_does_under_lightning(tmp
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", ["Classifier", "GAN", "Teacher"])
+@pytest.mark.parametrize("name", ["Classifier", "GAN", "Teacher", "Habits"])
 def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_path: Path) -> None:
     two = [*line(name, "micro_batch_size=3", "checkpoint.every=3"), f"parallel={strategy}", "launch.nproc_per_node=2"]
     assert command(*two, "launch.max_restarts=0", root=tmp_path, before=after_step(8, crash)).code != 0
