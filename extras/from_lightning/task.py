@@ -185,8 +185,9 @@ class Hooks:
         """
         found: dict[str, Any] = {}
         for name, metric in self._metrics.items():
-            if not self._loop.any(bool(metric._update_count)):
+            if not (count := int(self._loop.sum(torch.tensor(float(metric._update_count))))):
                 continue
+            found[f"metric.{name}._update_count"] = count
             for state, value in _synchronised(metric).items():
                 found[f"metric.{name}.{state}"] = value
         for name, value in plain_attributes(self._loop.module).items():
@@ -234,7 +235,7 @@ def plain_attributes(module: Any) -> dict[str, Any]:
 
 
 def _synchronised(metric: Metric) -> dict[str, Any]:
-    """Return a metric's state over all ranks: tensors (those of a list joined), and the number of updates. Collective."""
+    """Return a metric's state over all ranks: tensors, those of a list joined. Collective."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several:
         metric.sync(process_group=metric.process_group)
@@ -246,4 +247,4 @@ def _synchronised(metric: Metric) -> dict[str, Any]:
             joined[name] = torch.cat([item.reshape(1) if item.ndim == 0 else item for item in value])
     if several:
         metric.unsync()
-    return joined | {"_update_count": 1}
+    return joined
