@@ -28,12 +28,8 @@ class DataModule:
     @cached_property
     def _made(self) -> Any:
         made = self.module()
-        if odd := [
-            hook
-            for hook in _HOOKS
-            if hook
-            in {name for base in type(made).__mro__[:-1] for name in vars(base) if not base.__module__.startswith("lightning")}
-        ]:
+        own = {name for base in type(made).__mro__ if not base.__module__.startswith("lightning") for name in vars(base)}
+        if odd := sorted(own.intersection(_HOOKS)):
             raise ValueError(f"dataset.module: overrides {', '.join(odd)}, which is not called (the module can override it)")
         made.prepare_data()
         made.setup("fit")

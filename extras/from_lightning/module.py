@@ -15,7 +15,7 @@ from framework.runtime.exits import Unfit
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}  # by split
 CALLED = {  # the hooks that are called, of all that a LightningModule can have
-    "training_step", "validation_step", "test_step", "configure_optimizers", "setup", "prepare_data", "configure_model",
+    "training_step", "validation_step", "test_step", "configure_optimizers", "setup", "configure_model",
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
     "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_test_start", "on_test_end", "on_test_epoch_start", "on_test_epoch_end", "on_after_backward",

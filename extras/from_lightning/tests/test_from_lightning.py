@@ -1,6 +1,7 @@
 """LightningModules of other people compute here what they compute under Lightning, and the same on any number of processes."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from extras.adopt import __main__ as adopt
+from extras.from_lightning.data import DataModule
+from extras.from_lightning.optimizers import configured_by
 from extras.from_lightning.tests import modules
 from framework.data.order import Order
 from tests.harness import assert_close, assert_same_bits, command, exact_rows, finished, once, refused, typed
@@ -195,3 +198,49 @@ def test_adopt_writes_options_for_a_module_and_its_data(tmp_path: Path, monkeypa
     own = ["task.module.beta=0.1", "trainer.max_steps=2", f"global_batch_size={SIZE}", "rehearse=false"]
     ended = typed("task=vae", "dataset=data", *own, directory=tmp_path)
     assert ended.code == 0 and ended.summary["step"] == 2, ended.output
+
+
+class Loaders(modules.Data):
+    """Loaders whose batches or order the run does not have."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.fit, batch_size=SIZE // 2 if self.kind == "size" else SIZE, drop_last=self.kind == "drops")
+
+    def val_dataloader(self) -> Any:
+        chosen = torch.utils.data.SubsetRandomSampler(range(3)) if self.kind == "sampler" else None
+        return DataLoader(self.held_out, batch_size=SIZE, sampler=chosen)
+
+
+class Moves(modules.Data):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("make", "split", "says"),
+    [
+        (lambda: Loaders("size"), "train", "its batches have 8 samples, and those of the run 16 (global_batch_size=8)"),
+        (lambda: Loaders("drops"), "train", "drops its last batch, but the run does not (drop_last=true)"),
+        (lambda: Loaders("sampler"), "val", "has a SubsetRandomSampler, but the run orders its samples"),
+        (Moves, "train", "overrides on_after_batch_transfer, which is not called"),
+    ],
+)
+def test_a_loader_that_the_run_would_change_is_refused(make: Callable[[], Any], split: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        DataModule(module=make, global_batch_size=SIZE, drop_last=False).load(split)
+    assert len(DataModule(module=lambda: Loaders(""), global_batch_size=SIZE, drop_last=False).load(split)) > 3
+
+
+class TwoSchedules(modules.Teacher):
+    def configure_optimizers(self) -> Any:
+        (optimizer,), (scheduler,) = super().configure_optimizers()
+        return [optimizer], [scheduler, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)]
+
+
+def test_two_schedulers_of_one_optimizer_are_refused() -> None:
+    with pytest.raises(ValueError, match="returns two schedulers for one optimizer"):
+        configured_by(TwoSchedules)
