@@ -46,8 +46,8 @@ def _adopt(word: str) -> str:
     module = module.removesuffix(".py").replace(os.sep, ".")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        sys.exit(f"adopt: {error} (MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net)")
+    except Exception as error:  # the module's own code runs
+        sys.exit(f"adopt: {type(error).__name__}: {error} (MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net)")
     group = next((group for base in getattr(found, "__mro__", ()) if (group := GROUPS.get(base.__name__))), "")
     if not group:
         sys.exit(f"adopt: {module}.{name} is not a class of torch.nn.Module, LightningModule or LightningDataModule")
