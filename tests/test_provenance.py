@@ -372,3 +372,14 @@ def test_wandb_is_sent_the_code_that_the_run_reaches(folder: Path) -> None:
     assert contents == {name: (folder / name).read_bytes() for name in ("net.py", "helpers.py")}
     for item in sent.manifest.contents:
         Path(item.local_path).unlink()  # wandb's copy, in the home directory
+
+
+def test_a_package_without_an_init_file_that_nobody_has_imported_is_found(folder: Path) -> None:
+    (folder / "plain" / "inner").mkdir(parents=True)
+    (folder / "plain" / "inner" / "sizes.py").write_text("def width() -> int:\n    return 12\n")
+    edit(folder, "import torch\n", "import torch\nfrom plain.inner import sizes\n")
+
+    def look() -> None:
+        assert "plain.inner.sizes" in code_of(["net.Net"]).modules
+
+    assert typed("--version", directory=folder, before=look).code == 0

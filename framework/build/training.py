@@ -88,7 +88,7 @@ class Builder:
 
     @cached_property
     def _all_folds(self) -> Source:
-        return load_in_turns(self.dataset, "train", seed=self.config.seed, world=self.world)
+        return components.foldable(load_in_turns(self.dataset, "train", seed=self.config.seed, world=self.world))
 
     @cached_property
     def task(self) -> Task:
@@ -171,8 +171,10 @@ class Builder:
         """Return a rank's part of a split that is already loaded."""
         config, is_training = self.config, split == "train"
         size, limit = config.global_batch_size, config.trainer.limit_batches
+        if (in_order := hasattr(source, "is_stream")) and is_training:
+            components.check_stream(source, config.sampler, config.trainer, config.checkpoint.every, config.scheduler)
         if config.trainer.overfit_batches is not None:
-            order = Order(num_samples=len(source), global_batch_size=size, seed=config.seed, drop_last=False)
+            order = Order(num_samples=len(source), global_batch_size=size, seed=config.seed, drop_last=False, in_order=in_order)
             source = Selected(source, order.first(config.trainer.overfit_batches))
         elif limit is not None and not is_training:
             source = Selected(source, np.arange(min(len(source), limit * size)))
@@ -182,14 +184,9 @@ class Builder:
         growing = [part.batch_size for part in self.answering.values() if hasattr(part, "batch_size") and is_training]
         grow = partial(growing[0], global_batch_size=size) if growing else None
         order = Order(
-            num_samples=len(source),
-            global_batch_size=size,
-            seed=config.seed,
-            drop_last=config.drop_last and is_training,
-            limit=limit if is_training else None,
-            draw=draw,
-            grow=grow,
-        )
+            num_samples=len(source), global_batch_size=size, seed=config.seed, drop_last=config.drop_last and is_training,
+            limit=limit if is_training else None, in_order=in_order, draw=draw, grow=grow,
+        )  # fmt: skip
         return Loader(
             self.dataset,
             source,

@@ -103,6 +103,7 @@ class SavedState(Plain):
     loss_scale: SavedLossScale
     facts: dict[Word, Word | int | float | bool | None]
     data: dict[Literal["train", "val", "test"], dict[Word, Word]]  # fingerprints
+    stream: dict[str, Any] = {}  # the place in a stream of training samples, before the last step
     kept: PlainState
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers
     rows: SavedRows | None = None

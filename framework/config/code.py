@@ -195,7 +195,7 @@ def find_module(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
     if package is None or package.submodule_search_locations is None:
         return None
     places = [*package.submodule_search_locations, *([str(ROOT / "models")] if parent == "models" else [])]
-    return PathFinder.find_spec(name, places)
+    return PathFinder.find_spec(last, places)  # with the whole name, a namespace package asks for its parent
 
 
 @functools.cache

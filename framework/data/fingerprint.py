@@ -4,7 +4,8 @@
   weighted sum and the norm of 16 parts: what a dataset has computed may be rounded differently on another machine.
 - Arrays that are mapped from a file: 64 blocks of 64 KiB, evenly spaced from the first to the last.
 - Files that are decoded at each use: their names, the sizes of up to 2,000 of them, and the first 64 KiB of 64 of them.
-- Samples that are fetched one by one: up to 8 of them, evenly spaced, as many as are fetched in a second.
+- Samples that are fetched one by one: up to 8 of them, evenly spaced, as many as are fetched in a second;
+  of a stream, its first.
 """
 
 import os
@@ -140,15 +141,17 @@ def _of_samples(source: Any, *, seed: int) -> dict[str, str]:
     fetch = source.sample if hasattr(source, "sample") else lambda number: source.gather(np.array([number]))
     found, until = dict[str, str](), time.monotonic() + _MOST_S
     first, *others = _spread(len(source), _NUM_SAMPLES)
-    for number in [first, *others[::-1]]:
+    some = range(min(len(source), _NUM_SAMPLES)) if hasattr(source, "is_stream") else [first, *others[::-1]]
+    for number in some:
         with suppress(Exception), seeded(key(seed, "fingerprint", number)):  # a damaged sample is the loader's matter
-            found[f"sample {number}"] = _of_sample(fetch(number))
+            found[f"sample {number}"] = of_sample(fetch(number))
         if time.monotonic() > until:
             break
     return found
 
 
-def _of_sample(sample: Any) -> str:
+def of_sample(sample: Any) -> str:
+    """Return the types and the content of a sample, as in `[HASH] HASH ~ SUM NORM ...`."""
     kinds, exact, rounded = xxh3_128(), xxh3_128(), list[str]()
     for value in _leaves(sample):
         if isinstance(value, (np.ndarray, np.generic, Tensor, float)):

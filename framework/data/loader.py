@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from framework.data.alone import alone
 from framework.data.order import Order, Part, parts
 from framework.data.source import Arrays, Dataset, Source, Split, draws_nothing, is_in_memory, is_vectorised
 from framework.data.to_device import ToDevice, mapped_except
@@ -58,10 +59,13 @@ class Loader:
         self._knows_targets = self.dp_size > 1 and not self._may_draw and type(self.source) is Arrays  # those of all ranks
         self._running: weakref.WeakSet[Iterator[Step | RunEnded]] = weakref.WeakSet()
         self._evaluating: DataLoader[int] | None = None  # with the processes of the first evaluation
+        self.mark: dict[str, Any] = {}  # of a stream: its place before the last step, or before an earlier one
 
     def train(self, samples_seen: int) -> Iterator[Step]:
         """Yield the steps after `samples_seen` samples, without end."""
-        return self._run(partial(self._positions, samples_seen), self.train_step)
+        for step in self._run(partial(self._positions, samples_seen), self.train_step):
+            self.mark = step.mark or self.mark
+            yield step
 
     def evaluate(self) -> Iterator[Step]:
         """Yield batches that hold, over all ranks, each sample of the split once, in the stored order.
@@ -93,7 +97,9 @@ class Loader:
         """Return the step after `samples_seen` samples; the same samples `later` epochs later, or with numbers from `first`."""
         epoch, samples = self.order.batch(samples_seen)
         epoch += later
-        return self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen), first=first)
+        mark: dict[str, Any] = self.source.mark(samples_seen) if self.dp_rank == 0 and hasattr(self.source, "mark") else {}
+        step = self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen), first=first)
+        return step._replace(mark=mark) if mark else step
 
     def _step(self, epoch: int, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int], first: int = 0) -> Step:
         fetched: dict[int, MicroBatch] = {}  # by number, because padding repeats a micro-batch
@@ -246,6 +252,18 @@ class Splits:
             self.on_load(split, self._loaders[split].source)
         return self._loaders[split]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the data."""
+        return {"data": self.fingerprints, "stream": self.loader("train").mark}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a checkpoint's place in the training data."""
+        self.fingerprints = state["data"] | self.fingerprints
+        loader: Any = self.loader("train")
+        loader.mark = state.get("stream", {})
+        if hasattr(loader.source, "seek"):
+            loader.source.seek(loader.mark)
+
     def close(self) -> None:
         """Stop the loaders' processes."""
         for loader in self._loaders.values():
@@ -255,11 +273,12 @@ class Splits:
 def load_split(dataset: Dataset, split: Split, *, seed: int) -> Source:
     """Load a split. Its draws depend only on the run's seed, so its samples do not depend on which split is used first.
 
-    All splits get the same draws: disjoint parts of one permutation stay disjoint. ValueError if the dataset has a problem.
+    All splits get the same draws: disjoint parts of one permutation stay disjoint. The dataset finds only one process.
+    ValueError if it has a problem.
     """
     if problems := dataset.problems():
         raise ValueError(problems[0])
-    with seeded(key(seed, "split")):
+    with seeded(key(seed, "split")), alone():
         return dataset.load(split)
 
 

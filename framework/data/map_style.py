@@ -11,6 +11,7 @@ from framework.randomness import permutation
 from framework.runtime.log import LOGGER
 
 Key = str | int  # of a value in a sample: a name, or an index
+Keys = Key | Sequence[Key] | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -26,8 +27,8 @@ class MapStyle:
     val: Callable[[], Any] | None = None
     test: Callable[[], Any] | None = None
     shares: Mapping[str, float] = field(default_factory=lambda: {"val": 0.1, "test": 0.1})  # of train, for a missing split
-    inputs: Key | Sequence[Key] | None = None
-    targets: Key | Sequence[Key] | None = None
+    inputs: Keys = None
+    targets: Keys = None
     collate: Any = None  # turns a list of samples into a batch; None = torch's default
     on_error: Literal["raise", "skip"] = "raise"  # for a damaged sample: skip uses the next sample instead
     facts: Mapping[str, int] = field(default_factory=dict)
@@ -49,14 +50,14 @@ class MapStyle:
     def load(self, split: Split) -> Source:
         make = {"train": self.train, "val": self.val, "test": self.test}[split]
         made = self.train if make is None else make
-        samples = made() if callable(made) and not hasattr(made, "__getitem__") else made
-        if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
-            what = f"a {type(samples).__name__} has no length or no index, so no run could continue in the middle of an epoch"
-            raise ValueError(f"dataset.{split}: {what} (write it to shards: docs/data.md)")
+        made = made() if callable(made) and not hasattr(made, "__getitem__") else made
+        samples, collate = unwrapped(made, key=f"dataset.{split}")
+        if not has_index(samples):
+            raise ValueError(f"dataset.{split}: a {type(samples).__name__} has no length or no index (dataset=stream takes it)")
         numbers = self._carved(split, len(samples))
         if len(samples if numbers is None else numbers) == 0:
             raise ValueError(f"dataset.{split}: has no sample")
-        return OneByOne(self, samples, numbers, split=split)
+        return OneByOne(self, samples, numbers, split=split, collate=self.collate or collate)
 
     def _carved(self, split: Split, length: int) -> np.ndarray | None:
         """Return the numbers of the split's samples among the samples of train; None if the split has its own samples."""
@@ -76,9 +77,9 @@ class MapStyle:
 class OneByOne:
     """A source that fetches samples one by one with `sample(i)`; `collate` makes a batch of several samples."""
 
-    def __init__(self, dataset: MapStyle, samples: Any, numbers: np.ndarray | None, *, split: str) -> None:
+    def __init__(self, dataset: MapStyle, samples: Any, numbers: np.ndarray | None, *, split: str, collate: Any) -> None:
         """`numbers` are those of the split's samples among the samples; None: all."""
-        self._dataset, self.samples, self._numbers, self._split = dataset, samples, numbers, split
+        self._dataset, self.samples, self._numbers, self._split, self._collate = dataset, samples, numbers, split, collate
         self._skips = dataset.on_error == "skip"
 
     def __len__(self) -> int:
@@ -93,7 +94,7 @@ class OneByOne:
             stored = number if self._numbers is None else int(self._numbers[number])
             try:
                 sample = self.samples[stored]
-                if sample is None and (self._skips or self._dataset.collate is None):
+                if sample is None and (self._skips or self._collate is None):
                     raise TypeError("it is None")
                 return sample
             except Exception as error:
@@ -109,14 +110,7 @@ class OneByOne:
 
     def collate(self, samples: list[Any]) -> tuple[Any, Any]:
         """Return the inputs and targets of these samples."""
-        batch = (self._dataset.collate or default_collate)(samples)
-        if self._dataset.inputs is None:
-            if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-                kind = f"mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-                raise ValueError(f"a batch is a {kind}, not a pair of inputs and targets (dataset.inputs and dataset.targets "
-                                 "say which are which)")  # fmt: skip
-            return batch[0], batch[1]
-        return _chosen(batch, self._dataset.inputs), _chosen(batch, self._dataset.targets)
+        return collated(samples, self._collate, inputs=self._dataset.inputs, targets=self._dataset.targets)
 
     def column(self, name: str) -> np.ndarray:
         """Return a value of every sample, by its key; the key `targets` means dataset.targets.
@@ -142,7 +136,41 @@ class OneByOne:
         return np.asarray(ends) if self._numbers is None else np.searchsorted(self._numbers, ends)
 
 
-def _chosen(batch: Any, keys: Key | Sequence[Key] | None) -> Any:
+def has_index(samples: Any) -> bool:
+    from torch.utils.data import Dataset  # its own __getitem__, which every IterableDataset inherits, only raises
+
+    method = getattr(type(samples), "__getitem__", None)
+    return method not in (None, Dataset.__getitem__) and hasattr(samples, "__len__")
+
+
+def unwrapped(made: Any, *, key: str) -> tuple[Any, Any]:
+    """Return what a DataLoader reads, and its collate function; of anything else, itself and None.
+
+    ValueError if the loader has an order of its own.
+    """
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+    if not isinstance(made, DataLoader):
+        return made, None
+    order, known = [type(made.batch_sampler), type(made.sampler)], (BatchSampler, RandomSampler, SequentialSampler, type(None))
+    if has_index(made.dataset) and (odd := [kind for kind in order if kind not in known]):
+        raise ValueError(f"{key}: its loader has a {odd[0].__name__}, but the run orders its samples (sampler=...)")
+    return made.dataset, made.collate_fn if made.batch_size is not None else None
+
+
+def collated(samples: list[Any], collate: Any, *, inputs: Keys, targets: Keys) -> Any:
+    """Return the inputs and targets of a batch of these samples, by their keys; without keys, the batch is a pair."""
+    batch = (collate or default_collate)(samples)
+    if inputs is not None:
+        return _chosen(batch, inputs), _chosen(batch, targets)
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+        kind = f"mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        what = "not a pair of inputs and targets (dataset.inputs and dataset.targets say which are which)"
+        raise ValueError(f"a batch is a {kind}, {what}")
+    return batch[0], batch[1]
+
+
+def _chosen(batch: Any, keys: Keys) -> Any:
     """Return a batch's value of a key; for several names a dictionary (for named arguments); for several indices a tuple."""
     if isinstance(keys, (str, int)):
         return batch[keys]

@@ -31,6 +31,7 @@ class Order:
     seed: int
     drop_last: bool
     limit: int | None = None  # batches of an epoch
+    in_order: bool = False  # the samples of a stream: their numbers count on over all epochs
     draw: Callable[[int], Any] | None = None  # a pure function; all epochs must have the same length
     grow: Callable[[int], int] | None = None  # a pure function of `samples_seen`: a batch's size, at most `global_batch_size`
 
@@ -44,7 +45,7 @@ class Order:
         if self.limit is not None:
             self.epoch_size = min(self.epoch_size, self.limit * self.global_batch_size)
         self._epoch = -1
-        self._numbers: np.ndarray | Permutation = np.empty(0, dtype=np.int64)
+        self._numbers: np.ndarray | Permutation | range = range(0)
         self._epochs, self._counted = list[int](), 0  # the epoch of each step, and the samples in these steps, if batches grow
 
     def steps_in(self, num_epochs: int) -> int:
@@ -68,7 +69,7 @@ class Order:
 
     def first(self, num_batches: int) -> np.ndarray:
         """Return the numbers of the samples in the first batches, at most one epoch."""
-        return self._permuted(0)[: num_batches * self.global_batch_size]
+        return np.asarray(self._permuted(0)[: num_batches * self.global_batch_size])
 
     def size(self, samples_seen: int) -> int:
         """Return the number of samples in the global batch after `samples_seen` samples."""
@@ -82,9 +83,9 @@ class Order:
         epoch, offset = divmod(samples_seen, self.epoch_size)
         if epoch != self._epoch:
             self._epoch, self._numbers = epoch, self.numbers(epoch)
-        return epoch, self._numbers[offset : offset + self.size(samples_seen)]
+        return epoch, np.asarray(self._numbers[offset : offset + self.size(samples_seen)])
 
-    def numbers(self, epoch: int) -> "np.ndarray | Permutation":
+    def numbers(self, epoch: int) -> "np.ndarray | Permutation | range":
         """Return the numbers of an epoch's samples. Raise Unfit if a sampler's numbers are not those of samples."""
         if self.draw is None:
             return self._permuted(epoch)
@@ -117,7 +118,9 @@ class Order:
         offset = samples_seen % self.epoch_size
         return np.arange(offset, offset + self.size(samples_seen))
 
-    def _permuted(self, epoch: int) -> "np.ndarray | Permutation":
+    def _permuted(self, epoch: int) -> "np.ndarray | Permutation | range":
+        if self.in_order:
+            return range(epoch * self.num_samples, (epoch + 1) * self.num_samples)
         if self.num_samples > _MOST_KEPT:
             return Permutation(self.num_samples, seed=self.seed, epoch=epoch)
         # RandomState, not Generator: its stream never changes (NEP 19), so a run can be resumed with any numpy version

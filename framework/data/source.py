@@ -67,6 +67,8 @@ class Source(Protocol):
 
     # A source may also have `sample(index)` and `collate(samples) -> (inputs, targets)` (framework/data/map_style.py). Then
     # each sample is fetched separately, after the generators of torch, numpy and random have been seeded by its number.
+    # A source with `is_stream = True` is read in its order; its sample numbers count on over all epochs. It has `mark(number)`,
+    # what a checkpoint keeps of the place before a sample (a dictionary of plain values), and `seek(mark)`.
 
 
 class Selected:
@@ -74,8 +76,10 @@ class Selected:
 
     def __init__(self, source: Source, numbers: np.ndarray) -> None:
         self.selected_from, self._numbers = source, numbers
-        if hasattr(source, "sample"):
-            self.sample = lambda index: source.sample(int(numbers[index]))
+        if hasattr(source, "is_stream"):
+            self.is_stream = True
+        if hasattr(source, "sample"):  # in a stream, samples are counted over all epochs
+            self.sample = lambda index: source.sample(int(numbers[index % len(numbers)]))
             self.collate = source.collate  # type: ignore[attr-defined]
         if hasattr(source, "stored"):
             self.stored = lambda indices: source.stored(numbers[indices])

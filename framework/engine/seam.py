@@ -40,6 +40,7 @@ class Step(NamedTuple):
     is_even: bool = True  # all micro-batches on all ranks have the same size; then all ranks cut a step in the same way
     targets: Tree = None  # of the global batch, on the CPU, if every rank knows them; None: a rank knows only its own
     batch: int = 0  # its number in the epoch, or in the evaluation
+    mark: dict[str, Any] | None = None  # of a stream: its place before this step
 
     @property
     def num_own_samples(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from framework.build.training import Builder
 from framework.config.folders import option_of
 from framework.config.period import Period
+from framework.data.stream import ENDLESS
 from framework.loggers.sink import RunInfo
 from framework.modules.structure import batch_dependent_layers
 from framework.runs.facts import say
@@ -81,11 +82,13 @@ def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) 
     yield "strategy", f"{option_of('parallel', config.parallel)}{over}: {_devices(places)}"
     loader = trainer.splits.loader("train")
     cut = f" in micro-batches of {config.micro_batch_size}" if config.micro_batch_size is not None else ""
-    yield "data", f"{_last(config.dataset)}: {len(loader.source):,} training samples, {config.global_batch_size} a step{cut}"
+    is_endless = len(loader.source) == ENDLESS
+    count = "an endless stream of" if is_endless else f"{len(loader.source):,}"
+    yield "data", f"{_last(config.dataset)}: {count} training samples, {config.global_batch_size} a step{cut}"
     epoch, first = loader.order.steps_in(1), trainer.progress.step + 1
     every = [f"{what} {_when(steps)}" for what, steps in (
         ("evaluation", plan.settings.eval_every), ("checkpoint", plan.checkpoint_every))]  # fmt: skip
-    yield "steps", f"{first} to {plan.total_steps}, {epoch} an epoch; {', '.join(every)}"
+    yield "steps", f"{first} to {plan.total_steps}{'' if is_endless else f', {epoch} an epoch'}; {', '.join(every)}"
     low, high, last = (trainer.update.peak_lr * share for share in trainer.update.schedule.span(plan.total_steps))
     yield "lr", f"{low:.2e} to {high:.2e}, {last:.2e} in the last step"
 

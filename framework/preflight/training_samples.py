@@ -128,7 +128,8 @@ class TrainingSamples:
                     found[path + name] = repr(value)  # the text of nan equals the text of nan
                 look(value, f"{path}{name}.", depth + 1)
 
-        look(self.source, "", 0)
+        if not hasattr(self.source, "is_stream"):  # it counts how far it has been read
+            look(self.source, "", 0)
         look(self._build.dataset, "", 0)
         return found
 

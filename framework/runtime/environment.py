@@ -3,8 +3,8 @@
 import os
 import re
 import socket
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 
@@ -111,11 +111,20 @@ class SlurmTask:
         return cls(int(env["SLURM_JOB_ID"]), array.format_map(env), restarts, int(env["SLURM_NODEID"]))
 
 
-@contextmanager
-def outside_of_jobs() -> Iterator[None]:
+def outside_of_jobs() -> AbstractContextManager[None]:
     """Hide the variables that change Slurm's commands: those of this process's job, and the user's defaults for listings."""
-    hidden = {name for name in os.environ if name.startswith(_CHANGE_SLURM) or name == "SBATCH_WAIT"} - {*_LEAD_TO_SLURM}
-    before = {name: os.environ.pop(name) for name in hidden}
+    found = {name for name in os.environ if name.startswith(_CHANGE_SLURM) or name == "SBATCH_WAIT"}
+    return _without(found - {*_LEAD_TO_SLURM})
+
+
+def outside_of_groups() -> AbstractContextManager[None]:
+    """Hide torchrun's variables that make this process one of several."""
+    return _without(_TORCHRUN)
+
+
+@contextmanager
+def _without(names: Iterable[str]) -> Iterator[None]:
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:

@@ -6,7 +6,7 @@
 import inspect
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from multiprocessing.queues import Queue
@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import signal_handling, worker
 
 # --- modules
 
@@ -34,8 +34,6 @@ BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 # forward functions that, in training, change their buffers and do not read them
 UNREAD_STATISTICS = {BATCH_NORMS.forward, nn.SyncBatchNorm.forward, nn.modules.instancenorm._InstanceNorm.forward}
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
 REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 
 
@@ -156,9 +154,14 @@ def report_what_cannot_be_sent() -> None:
     Queue._on_queue_feeder_error = put_error  # type: ignore[attr-defined]
 
 
-def shut_down_loader(steps: Iterator[Any]) -> None:
+def forget_loader_process() -> None:
+    """In a loader process, let a dataset yield all of its samples: `get_worker_info()` tells it to yield a part."""
+    worker._worker_info = None
+
+
+def shut_down_loader(steps: Any) -> None:
     """End the processes of a DataLoader's iterator, as the iterator's __del__ does."""
-    steps._shutdown_workers()  # type: ignore[attr-defined]  # an iterator of torch's
+    steps._shutdown_workers()
 
 
 def kill_loader(steps: Any) -> None:

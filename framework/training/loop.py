@@ -284,7 +284,7 @@ class Trainer:
             "monitor": self.tracker.monitored(step=self.progress.step),
             "loss_scale": self.update.loss_scale.state_dict(),
             "facts": self.saver.facts,
-            "data": self.splits.fingerprints,
+            **self.splits.state_dict(),
             "stopped": self.parts.loop.stopped,
             **self.recorder.state_dict(),
         }
@@ -293,7 +293,7 @@ class Trainer:
         """Continue from the plain part of a checkpoint. `checkpoint.canonical.restore` loads the tensors."""
         self.progress = self.parts.loop.progress = Progress(**state["progress"])
         self.parts.loop.stopped = state.get("stopped", "")
-        self.splits.fingerprints = state["data"] | self.splits.fingerprints
+        self.splits.load_state_dict(state)
         self.tracker.splits = state["metrics"]
         self.tracker.patience.load_state_dict(state["patience"])
         self.update.loss_scale.load_state_dict(state["loss_scale"])

@@ -1,0 +1,225 @@
+"""Streams: an IterableDataset, a generator function or a streamed dataset of Hugging Face, unchanged.
+
+The stream is the order of the samples. Every process reads all of it and keeps its own samples, so the number of processes, and
+of their loader processes, changes nothing.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from framework.data.alone import alone
+from framework.data.map_style import Keys, collated, has_index, unwrapped
+from framework.data.source import NotNegative, Source, Split
+from framework.randomness import key, seed_generators, seeded
+from framework.runtime.exits import error_text
+from framework.runtime.log import LOGGER
+
+ENDLESS = 1 << 62  # samples: the length of a training stream that has none
+_MANY = 10_000  # samples whose repeated reading is worth a line
+
+
+@dataclass(kw_only=True, eq=False)
+class Stream:
+    """A dataset whose splits are streams: the function for a split returns an iterable, or a new iterator at each call.
+
+    An epoch is one pass, up to `length` samples. A training stream without a length is one endless epoch, in which the stream
+    begins again when it ends. At each pass, its `set_epoch(number)` is called, if it has one.
+    """
+
+    train: Callable[[], Any]
+    val: Callable[[], Any] | None = None
+    test: Callable[[], Any] | None = None
+    length: Mapping[str, int] = field(default_factory=dict)  # samples, by split
+    inputs: Keys = None
+    targets: Keys = None
+    collate: Any = None  # turns a list of samples into a batch; None = torch's default
+    facts: Mapping[str, int] = field(default_factory=dict)
+    num_workers: NotNegative = 0
+
+    def __post_init__(self) -> None:
+        if (self.inputs is None) != (self.targets is None):
+            raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
+        if odd := [name for name, count in self.length.items() if name not in ("train", "val", "test") or count < 1]:
+            raise ValueError(f"dataset.length.{odd[0]}: is not valid (a number of samples of train, val or test)")
+        if self.val is None and "val" not in self.length:
+            raise ValueError("dataset.val: is missing (a stream; or dataset.length.val=N, the first N samples of train)")
+
+    @property
+    def info(self) -> Mapping[str, int]:
+        return self.facts
+
+    def problems(self) -> list[str]:
+        return []
+
+    def load(self, split: Split) -> Source:
+        name = "val" if split == "test" and self.test is None else split
+        make, skipped = {"train": self.train, "val": self.val, "test": self.test}[name], 0
+        if self.val is None:
+            make, skipped = make or self.train, self.length["val"] if name == "train" else 0
+        assert make is not None  # the constructor has refused a missing val
+        return Streamed(self, make, split=name, skipped=skipped)
+
+    def transform(self, inputs: Any, targets: Any, *, keys: np.ndarray | None) -> tuple[Any, Any]:
+        return inputs, targets
+
+
+class Streamed:
+    """A source that reads a stream. The number of a sample is its place, counted over all epochs."""
+
+    is_stream = True
+
+    def __init__(self, dataset: Stream, make: Callable[[], Any], *, split: str, skipped: int) -> None:
+        """`skipped`: the samples at the start of each pass that belong to another split."""
+        self._dataset, self._make, self._split, self._skipped = dataset, make, split, skipped
+        self._seed = int(np.random.randint(0, 2**62))  # the run has seeded it
+        self._made, collate = self._made_anew()
+        if has_index(self._made):
+            raise ValueError(f"dataset.{split}: a {type(self._made).__name__} has an index (dataset=map_style takes it)")
+        if not hasattr(self._made, "__iter__"):
+            what = f"a {type(self._made).__name__} is not iterable"
+            raise ValueError(f"dataset.{split}: {what} (an IterableDataset, or a generator function)")
+        self._collate = dataset.collate or collate
+        self._process, self._mark, self._place = os.getpid(), dict[str, Any](), ENDLESS  # not begun
+        self._pass, self._length, self._is_new = 0, ENDLESS, True
+        self._items, self._held = iter(()), list[Any]()  # `_held`: the next sample, if it has been read
+        self._length = self._known_length()
+
+    def _made_anew(self) -> tuple[Any, Any]:
+        """Return the stream, as any process makes it, and its own collate function."""
+        with seeded(key(self._seed, "make")), alone():
+            made, collate = unwrapped(self._make(), key=f"dataset.{self._split}")
+        self._initial = None  # the state of the stream before it is read, in a list
+        if hasattr(made, "load_state_dict"):
+            with suppress(Exception):
+                self._initial = [copy.deepcopy(made.state_dict())]
+        return made, collate
+
+    def _known_length(self) -> int:
+        if (declared := self._dataset.length.get(self._split)) is not None:
+            return declared
+        count = ENDLESS
+        with suppress(TypeError, NotImplementedError):
+            count = len(self._made) - self._skipped
+        if count == ENDLESS and self._split != "train":
+            LOGGER.info("dataset.%s: its samples are counted (dataset.length.%s=N saves this)", self._split, self._split)
+            self._go_back(0)
+            while self._pass == 0:
+                self._read()
+            count, self._place = self._place - 1, ENDLESS
+        if count < 1:
+            raise ValueError(f"dataset.{self._split}: has no sample")
+        return count
+
+    def __len__(self) -> int:
+        return self._length
+
+    def sample(self, number: int) -> Any:
+        """Return a sample. A number that is lower than the last one makes the stream begin again."""
+        self._go_to(number)
+        return self._read()
+
+    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
+        return self.collate([self.sample(int(index)) for index in indices])
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Any]:
+        return collated(samples, self._collate, inputs=self._dataset.inputs, targets=self._dataset.targets)
+
+    def mark(self, number: int) -> dict[str, Any]:
+        """Return where the stream is before a sample, in plain values; empty if it has no state, or is between two passes."""
+        from framework.data.fingerprint import of_sample
+
+        self._go_to(number)
+        if number % self._length == 0 or self._held or self._initial is None:
+            return {}
+        try:
+            mark = {"place": number, "pass": self._pass, "state": json.loads(json.dumps(self._made.state_dict()))}
+        except (TypeError, ValueError):  # a state that JSON cannot hold
+            return {}
+        self._held, self._place = [self._read()], number
+        return mark | {"next": of_sample(self._held[0])}
+
+    def seek(self, mark: dict[str, Any]) -> None:
+        """Continue from a mark, if that saves reading the samples before it."""
+        self._mark, self._place = mark, ENDLESS
+
+    def _go_to(self, number: int) -> None:
+        if self._process != os.getpid() or number < self._place:
+            self._go_back(number)
+        while self._place < number:
+            self._read()
+
+    def _go_back(self, number: int) -> None:
+        """Begin again before a sample: at the mark, or at the start of its epoch."""
+        from framework.data.fingerprint import of_sample
+        from framework.runtime.torch_internals import forget_loader_process
+
+        if self._process != os.getpid():  # an open file, a shared counter: what has been forked belongs to both processes
+            forget_loader_process()
+            self._process, (self._made, _) = os.getpid(), self._made_anew()
+        epoch, mark = number // self._length, self._mark
+        if mark and epoch * self._length < mark["place"] <= number:
+            with suppress(Exception):  # of code that takes the state
+                self._begin_pass(mark["pass"], at=mark["place"], state=mark["state"])
+                self._held, self._place = [self._read()], mark["place"]
+                if of_sample(self._held[0]) == mark["next"]:
+                    return
+            what = "its state does not lead to the next sample: the buffer of a shuffle, for example, is not in it"
+            LOGGER.info("dataset.%s: %s", self._split, what)
+            self._mark = {}
+        self._begin_pass(epoch if self._length != ENDLESS else 0, at=epoch * self._length)
+        if number - self._place >= _MANY:
+            LOGGER.info("dataset.%s: %d samples are read again, to continue after them", self._split, number - self._place)
+
+    def _begin_pass(self, number: int, *, at: int, state: Any = None) -> None:
+        self._pass, self._place, self._held, self._is_new = number, at, [], True
+        if self._initial is not None:  # a stream with a state goes on from where it is
+            self._made.load_state_dict(self._initial[0])
+        if hasattr(self._made, "set_epoch"):
+            self._made.set_epoch(number)
+        if state is not None:
+            self._made.load_state_dict(state)
+        seed_generators(key(self._seed, self._split, "pass", number))
+        with alone():
+            self._items = self._made if isinstance(self._made, Iterator) else iter(self._made)
+            for _ in range(self._skipped if state is None else 0):
+                next(self._items, None)
+        if isinstance(self._made, Iterator):  # it can be read once
+            self._made, _ = self._made_anew()
+
+    def _read(self) -> Any:
+        """Return the next sample."""
+        if self._held:
+            self._place += 1
+            return self._held.pop()
+        if self._place % self._length == 0 and not self._is_new:
+            self._begin_pass(self._place // self._length, at=self._place)
+        while True:
+            seed_generators(key(self._seed, self._split, self._place))
+            try:
+                with alone():
+                    sample: Any = next(self._items)
+            except StopIteration:
+                self._begin_pass(self._next_pass(), at=self._place)
+                continue
+            except Exception as error:
+                raise ValueError(f"sample {self._place} of {self._split}: {error_text(error)}") from error
+            if sample is None:
+                raise ValueError(f"sample {self._place} of {self._split}: it is None (leave it out of the stream)")
+            self._place, self._is_new = self._place + 1, False
+            return sample
+
+    def _next_pass(self) -> int:
+        """Return the number of the next pass of an endless stream. ValueError if there can be none."""
+        if self._is_new:
+            raise ValueError(f"dataset.{self._split}: has no sample")
+        if self._length != ENDLESS:
+            what = f"the stream has ended before sample {self._place % self._length} of {self._length}"
+            raise ValueError(f"dataset.{self._split}: {what} (dataset.length.{self._split})")
+        return self._pass + 1
