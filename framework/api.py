@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from framework import live
 from framework.cli.run import checked_line, start
 from framework.config.code import loading
 from framework.config.compose import forget_files
@@ -79,8 +80,8 @@ class Run:
 
 
 @loading()
-def compose(*overrides: str) -> RunConfig:
-    """Return the complete configuration of a command line.
+def compose(*overrides: str, **keys: Any) -> RunConfig:
+    """Return the complete configuration of a command line; `keys` are overrides too, as in `trainer={"max_steps": 20}`.
 
     No model is built. Raise ConfigurationError for problems that are visible without a model; `run` finds the others.
     """
@@ -92,28 +93,32 @@ def compose(*overrides: str) -> RunConfig:
         raise ConfigurationError(
             [Problem(repr(wrong[0]), what, "one argument for each word, as in run('model=mlp', 'seed=1')")]
         )
-    checked = checked_line(list(overrides))
-    if checked.config is None:
-        raise ConfigurationError(checked.problems)
+    words, problems = live.words_of(keys)
+    checked = checked_line([*overrides, *words])
+    if checked.config is None or problems:
+        raise ConfigurationError(problems + checked.problems)
     return checked.config
 
 
 @loading()
-def run(*overrides: str) -> Run:
+def run(*overrides: str, **keys: Any) -> Run:
     """Do what `steadfast OVERRIDES` does, in this process and its children, and return the run.
 
-    Main thread only. A run that has finished already is returned unchanged. A run that a signal has stopped is returned with
-    the status `preempted`, and the same call continues it. Raise ConfigurationError if the configuration is wrong, and
-    RunFailed if the run fails.
+    `keys` are overrides too: `trainer={"max_steps": 20}`, `parallel="ddp"`. A model, a dataset, a task and an optimizer may be
+    objects (framework/live.py). Such a run is a draft; at its end, the model has the trained weights. Main thread only. A run
+    that has finished already is returned unchanged. A run that a signal has stopped is returned with the status `preempted`,
+    and the same call continues it. Raise ConfigurationError if the configuration is wrong, and RunFailed if the run fails.
     """
-    config = compose(*overrides)
+    config = compose(*overrides, **keys)
     if not MODES[config.mode].worker:
         raise ConfigurationError([Problem("mode", f"{config.mode} prints, and runs nothing", "the command line")])
     with _as_before():
-        code = start(list(overrides))
+        code = start([*overrides, *live.words_of(keys)[0]])
     done = Run(Path(config.run.dir))
     if code not in (Exit.FINISHED, Exit.PREEMPTED):
         raise RunFailed(code, str(done.summary.get("error") or "the problem is on standard error"))
+    if code == Exit.FINISHED and hasattr(model := keys.get("model"), "load_state_dict"):
+        model.load_state_dict(load(done.directory).state_dict())
     return done
 
 

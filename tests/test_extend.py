@@ -79,7 +79,9 @@ def test_two_files_are_enough(command: Command, extended: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
-    (script,) = (text for language, text in blocks(PAGE) if language == "python" and "from framework import" in text)
+    scripts = [text for language, text in blocks(PAGE) if language == "python" and "from framework import" in text]
+    assert len(scripts) == 2  # a command's run, and a draft of objects
+    script = "\n".join(scripts)
     environment = steadfast(tmp_path / "bin") | {"PYTHONPATH": f"{ROOT}:{MACHINE}"}
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,175 @@
+"""Objects of a program as the components of a draft: what the same loop by hand computes, in one process and in several."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from framework import ConfigurationError, RunFailed, compose, load, run
+from framework.config.folders import ROOT
+from tests.harness import typed
+
+KEYS: dict[str, Any] = {"precision": "fp64", "scheduler": "constant", "global_batch_size": 40, "trainer": {"max_steps": 12, "max_epochs": None, "log_every": 1}}  # fmt: skip
+
+
+def data(count: int = 40) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return inputs, inputs.sum(1, keepdim=True).sin()
+
+
+def network(width: int = 8) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1)).double()
+
+
+def by_hand(steps: int = 12) -> nn.Module:
+    net, (inputs, targets) = network(), data()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.8, 0.99))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+    return net
+
+
+def assert_equal_models(one: nn.Module, other: nn.Module) -> None:
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(one.state_dict()[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+def in_a_program(program: Callable[[], object], folder: Path) -> None:
+    """Run a function in a process of its own, in a folder."""
+    ended = typed("--version", directory=folder, before=program)
+    assert ended.code == 0, "\n" + ended.output
+
+
+SAMPLES = {"train": data(), "val": data(8)}
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss for each number."""
+    return (outputs - targets) ** 2
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "one that exists": lambda net: torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.8, 0.99)),
+    "a function": lambda net: lambda parameters: torch.optim.Adam(parameters, lr=1e-2, betas=(0.8, 0.99)),
+    "settings": lambda net: {"_target_": "torch.optim.Adam", "lr": 1e-2, "betas": [0.8, 0.99]},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_draft_of_objects_computes_what_the_loop_by_hand_does(kind: str, tmp_path: Path) -> None:
+    def program() -> None:
+        net = network()
+        loss: Any = nn.MSELoss() if kind != "a function" else squared
+        done = run(model=net, dataset=SAMPLES, task=loss, optimizer=OPTIMIZERS[kind](net), **KEYS)
+        assert_equal_models(net, by_hand())
+        assert_equal_models(load(done.directory), net)
+        assert done.directory.name == "draft" and done.summary["status"] == "finished"
+
+    in_a_program(program, tmp_path)
+
+
+def test_it_does_so_on_two_processes_also_after_torch_has_computed_here(tmp_path: Path) -> None:
+    def program() -> None:
+        net = network()
+        torch.set_num_threads(2)
+        (torch.rand(512, 512) @ torch.rand(512, 512)).exp().sum()
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.8, 0.99))
+        run(
+            "parallel=ddp",
+            "launch.nproc_per_node=2",
+            model=net,
+            dataset=SAMPLES,
+            task=nn.MSELoss(),
+            optimizer=optimizer,
+            **KEYS,
+        )
+        assert_equal_models(net, by_hand())
+
+    in_a_program(program, tmp_path)
+
+
+def test_code_that_has_been_edited_in_between_does_the_new_thing(tmp_path: Path) -> None:
+    def program() -> None:
+        losses = []
+        for factor in (1.0, 3.0):  # as a cell that is edited and run again
+            cell: dict[str, Any] = {}
+            exec(f"def loss(outputs, targets):\n    return {factor} * ((outputs - targets) ** 2).mean()", cell)
+            done = run(model=network(), dataset=SAMPLES, task=cell["loss"], optimizer=torch.optim.SGD, **KEYS)
+            losses.append(done.rows[0]["loss"])
+        assert losses[1] == pytest.approx(3 * losses[0], rel=1e-12)
+
+    in_a_program(program, tmp_path)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*data(30))
+
+
+def pairs() -> Iterator[Any]:
+    yield from zip(*data(30))
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "pairs": lambda: list(zip(*data())),
+    "a dataset": lambda: TensorDataset(*data()),
+    "a loader": lambda: {
+        "train": DataLoader(TensorDataset(*data()), batch_size=40, shuffle=True),
+        "val": TensorDataset(*data(8)),
+    },
+    "a stream": lambda: {"train": Endless(), "val": Endless()},
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("kind", DATA)
+def test_data_come_in_as_they_are(kind: str, tmp_path: Path) -> None:
+    def program() -> None:
+        net = network()
+        done = run(model=net, dataset=DATA[kind](), task=nn.MSELoss(), optimizer=torch.optim.Adam, **KEYS)
+        assert [row["split"] for row in done.rows].count("train") == 12
+        assert not torch.equal(net.state_dict()["0.weight"], network().state_dict()["0.weight"])
+
+    in_a_program(program, tmp_path)
+
+
+def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_path: Path) -> None:
+    def program() -> None:
+        with pytest.raises(ConfigurationError, match="metric: a object is not a value of this key"):
+            compose(model=network(), metric=object())
+        with pytest.raises(ConfigurationError, match="trainer.max_stepz: unknown key"):
+            compose(trainer={"max_stepz": 3})
+        two = torch.optim.SGD([{"params": [p]} for p in network().parameters()], lr=0.1)
+        with pytest.raises((ConfigurationError, RunFailed)):
+            run(model=network(), dataset=SAMPLES, task=nn.MSELoss(), optimizer=two, **KEYS)
+        config = compose("model=mlp", trainer={"max_steps": 3}, name="it's", seed=4)
+        assert (config.trainer.max_steps, config.name, config.seed, config.draft) == (3, "it's", 4, False)
+        net = network()
+        done = run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
+        assert not compose("model=mlp").draft
+        assert_equal_models(load(done.directory), net)
+
+    in_a_program(program, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_the_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    cell = "import torch\nfrom torch import nn\nfrom framework import run\nnet = nn.Linear(6, 1)\nx = torch.randn(40, 6)"
+    call = "done = run(model=net, dataset=(x, x[:, :1]), task=nn.MSELoss(), optimizer=torch.optim.Adam, global_batch_size=8, trainer={'max_epochs': 3})"
+    book = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(text) for text in (cell, call, call, "done.summary['status']")]
+    )
+    nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = ["".join(output.get("text", "") for output in cell.outputs) for cell in book.cells]
+    assert all("step 12/12  loss" in text and "finished: " in text for text in said[1:3]), said
+    assert book.cells[3].outputs[0]["data"]["text/plain"] == "'finished'"
