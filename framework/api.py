@@ -117,8 +117,8 @@ def run(*overrides: str, **keys: Any) -> Run:
     done = Run(Path(config.run.dir))
     if code not in (Exit.FINISHED, Exit.PREEMPTED):
         raise RunFailed(code, str(done.summary.get("error") or "the problem is on standard error"))
-    if code == Exit.FINISHED and hasattr(model := keys.get("model"), "load_state_dict"):
-        model.load_state_dict(load(done.directory).state_dict())
+    if code == Exit.FINISHED and hasattr(keys.get("model"), "load_state_dict"):
+        keys["model"].load_state_dict(load(done.directory).state_dict())
     return done
 
 

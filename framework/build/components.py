@@ -5,14 +5,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from framework.build.splits import validations
 from framework.build.stored_data import with_copies
 from framework.config.folders import option_node, options
 from framework.config.init_from import init_contents
-from framework.config.period import epochs_of
 from framework.config.schema import INIT, OF_DATA, Node
 from framework.config.targets import arguments_of, component, instantiated, locate
-from framework.data.source import Dataset, Source
-from framework.runtime.exits import Unfit
+from framework.data.source import Dataset
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import Metric
 
-    from framework.config.trainer import TrainerSection
     from framework.engine.seam import Task
     from framework.loggers.sink import Sink
     from framework.optim.optimizers import BuildOptimizer
@@ -39,8 +37,9 @@ _DATA = re.compile(r"\$\{data:(\w+)\}")
 def dataset(node: Node) -> Dataset:
     """Build the dataset. It reads no file yet, and torch is not imported. ValueError for bad arguments.
 
-    Files in an object store are fetched first, so that a dataset only needs paths.
+    Files in an object store are fetched first, so that a dataset only needs paths. It has the first of several validation sets.
     """
+    node = validations(node)["val"]
     return component({name: with_copies(value, name) for name, value in node.items() if name not in OF_DATA})()
 
 
@@ -68,28 +67,6 @@ def fold_of(node: Node) -> tuple[int, int] | None:
     if type(fold) is not int or not 0 <= fold < folds:
         raise ValueError(f"dataset.fold={fold!r}: is not valid (from 0 to {folds - 1})")
     return fold, folds
-
-
-def foldable(source: Source) -> Source:
-    if hasattr(source, "is_stream"):
-        raise Unfit("dataset.folds: a stream has no folds (dataset.val and dataset.length)")
-    return source
-
-
-def check_stream(
-    source: Source, sampler: Node, settings: "TrainerSection", saved_every: Any, scheduler: Mapping[str, Any]
-) -> None:
-    """Raise Unfit if a run wants what its stream of training samples does not have: another order, or epochs."""
-    from framework.data.stream import ENDLESS
-
-    if sampler:
-        raise Unfit("sampler: a stream of training samples has its own order (sampler=permutation leaves it)")
-    periods = {"trainer.eval_every": settings.eval_every, "checkpoint.every": saved_every}
-    periods |= {f"scheduler.{name}": value for name, value in scheduler.items()}
-    by_epochs = [name for name, value in periods.items() if epochs_of(value) is not None]
-    if len(source) == ENDLESS and (by_epochs or settings.max_steps is None):
-        what = f"{[*by_epochs, 'trainer.max_epochs'][0]} counts epochs, and the stream of training samples has no length"
-        raise Unfit(f"{what} (dataset.length.train=N, or a number of steps: trainer.max_steps)")
 
 
 def sampler(node: Node) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from framework.build import components
+from framework.build import splits as splits_of
 from framework.build.measure import stopwatch
 from framework.build.model_changes import change_model
 from framework.build.schedules import peak_lr, schedules
@@ -40,7 +41,7 @@ from framework.optim.turns import turns_of
 from framework.optim.update import Average, AveragedWeights, Update
 from framework.parallel.first_weights import put_aside
 from framework.parallel.sync_batchnorm import synchronise
-from framework.randomness import key, permutation, seeded
+from framework.randomness import key, seeded
 from framework.runs.directory import RunDirectory
 from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
@@ -79,16 +80,16 @@ class Builder:
 
     def source(self, split: Split) -> Source:
         """Load a split. With folds, `val` is one fold of the training samples, and `train` has the others. Collective."""
+        if split.startswith("val."):
+            dataset = components.dataset(splits_of.validations(self.config.dataset)[split])
+            return load_in_turns(dataset, "val", seed=self.config.seed, world=self.world)
         if (fold := components.fold_of(self.config.dataset)) is None or split == "test":
             return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
-        number, count = fold
-        order = permutation(len(self._all_folds))  # the same for every seed
-        mine = order[number::count] if split == "val" else np.delete(order, np.s_[number::count])
-        return Selected(self._all_folds, np.sort(mine))
+        return splits_of.in_fold(self._all_folds, split, number=fold[0], count=fold[1])
 
     @cached_property
     def _all_folds(self) -> Source:
-        return components.foldable(load_in_turns(self.dataset, "train", seed=self.config.seed, world=self.world))
+        return load_in_turns(self.dataset, "train", seed=self.config.seed, world=self.world)
 
     @cached_property
     def task(self) -> Task:
@@ -161,7 +162,8 @@ class Builder:
 
     def splits(self, *, dp_rank: int = 0, dp_size: int = 1) -> Splits:
         """Return a rank's part of the dataset; a split is loaded when it is first used."""
-        return Splits(partial(self._load, dp_rank=dp_rank, dp_size=dp_size))
+        names = [*splits_of.validations(self.config.dataset)]
+        return Splits(partial(self._load, dp_rank=dp_rank, dp_size=dp_size), validations=names)
 
     def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         stored: Split = split if self.config.trainer.overfit_batches is None else "train"
@@ -172,7 +174,7 @@ class Builder:
         config, is_training = self.config, split == "train"
         size, limit = config.global_batch_size, config.trainer.limit_batches
         if (in_order := hasattr(source, "is_stream")) and is_training:
-            components.check_stream(source, config.sampler, config.trainer, config.checkpoint.every, config.scheduler)
+            splits_of.check_stream(source, config.sampler, config.trainer, config.checkpoint.every, config.scheduler)
         if config.trainer.overfit_batches is not None:
             order = Order(num_samples=len(source), global_batch_size=size, seed=config.seed, drop_last=False, in_order=in_order)
             source = Selected(source, order.first(config.trainer.overfit_batches))

@@ -2,7 +2,7 @@
 
 import re
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,6 +18,7 @@ def _printable(text: str) -> str:
 
 
 Word = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
+SplitName = Annotated[str, Field(pattern=r"^(train|val(\.\w+)?|test)$")]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
 Measured = Annotated[float, Field(allow_inf_nan=True)]  # infinity is allowed: a perplexity can overflow, and the run continues
 
@@ -97,12 +98,12 @@ class SavedState(Plain):
     """The result of `Trainer.state_dict`."""
 
     progress: Progress
-    metrics: dict[Literal["train", "val", "test"], SavedSplit]
+    metrics: dict[SplitName, SavedSplit]
     monitor: Measured | None
     patience: SavedPatience
     loss_scale: SavedLossScale
     facts: dict[Word, Word | int | float | bool | None]
-    data: dict[Literal["train", "val", "test"], dict[Word, Word]]  # fingerprints
+    data: dict[SplitName, dict[Word, Word]]  # fingerprints
     stream: dict[str, Any] = {}  # the place in a stream of training samples, before the last step
     kept: PlainState
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers

@@ -194,7 +194,7 @@ def _two(name: str, title: str, pairs: compare.TwoValues) -> Told:
 
 def _why(path: Path) -> list[Told]:
     found, directory = lineage(path), RunDirectory(path)
-    facts = [pair for pair in result(directory, root="") if pair[0] in ("best", "val", "test")]
+    facts = [pair for pair in result(directory, root="") if pair[0].partition(".")[0] in ("best", "val", "test")]
     if directory.weights.is_file():
         whole = directory.has_whole_weights
         digest = f"sha256 {checksum(directory.weights, hashlib.sha256)[1]}" if whole else "damaged: it is not safetensors"

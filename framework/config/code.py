@@ -60,7 +60,7 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
     """
     enter_project()
     searched, found_in = tuple(folders), set[str]()
-    waiting = [name for target in targets for name in _prefixes(target)]
+    waiting = [name for target in targets for name in prefixes(target)]
     files: dict[str, Functions] = {}
     packages: set[str] = set()
     seen: set[str] = set()
@@ -170,7 +170,7 @@ def _distributions() -> Mapping[str, list[str]]:
 # --- modules
 
 
-def _prefixes(path: str) -> list[str]:
+def prefixes(path: str) -> list[str]:
     """Return the dotted path and all its prefixes, which are the names of the enclosing packages."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
@@ -234,9 +234,9 @@ def _imported(tree: ast.Module, *, package: str) -> list[str]:
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names += [name for alias in node.names for name in _prefixes(alias.name)]
+            names += [name for alias in node.names for name in prefixes(alias.name)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
-            names += _prefixes(node.value)  # for importlib.import_module(), or a component's `_target_`
+            names += prefixes(node.value)  # for importlib.import_module(), or a component's `_target_`
         elif isinstance(node, ast.Call) and _is_import(node.func):
             names += [
                 value.value for value in node.args[:1] if isinstance(value, ast.Constant) and isinstance(value.value, str)
@@ -244,7 +244,7 @@ def _imported(tree: ast.Module, *, package: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            names += [name for alias in node.names for name in _prefixes(f"{base}.{alias.name}")]
+            names += [name for alias in node.names for name in prefixes(f"{base}.{alias.name}")]
     return names
 
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.arguments import syntax_problem
+from framework.config.code import prefixes
 from framework.config.folders import CONF, config_name, defaults_in, folders, groups, is_group, options, own_groups
 from framework.config.hydra_settings import TO_HYDRA, hydra_problem, is_hydras
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
@@ -205,8 +206,8 @@ def empty_replaced(config: DictConfig, overrides: list[Override]) -> None:
         node = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         if isinstance(node, DictConfig) and node.get("_target_") not in (None, target):
             node.clear()
-        elif _is_empty(config, key):
-            OmegaConf.update(config, key, {}, force_add=True)
+        elif null := next((above for above in prefixes(key) if _is_empty(config, above)), None):
+            OmegaConf.update(config, null, {}, force_add=True)
 
 
 def _targets_in(key: str, value: Any) -> dict[str, Any]:

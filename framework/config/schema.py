@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from framework.config.launch import LaunchSection
 from framework.config.section import Count, Positive, Section, setting, texts_in
@@ -48,12 +48,15 @@ class RunSection(Section):
                 yield Problem(name, f"{path!r} is not valid", "a directory; ~ is not replaced: use $HOME")
 
 
+OneSplit = Annotated[str, StringConstraints(pattern=r"^(train|val(\.\w+)?|test)$")]
+
+
 class EvalSection(Section):
-    split: Literal["train", "val", "test"] = setting("test", "train, val or test")
+    split: OneSplit = setting("test", "train, val, val.NAME or test")
 
 
 class PredictSection(Section):
-    split: Literal["train", "val", "test"] = setting("test", "train, val or test")
+    split: OneSplit = setting("test", "train, val, val.NAME or test")
     files: str | None = setting(None, "or a folder of files, for example images")
 
 

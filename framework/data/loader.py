@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from multiprocessing.synchronize import Semaphore
@@ -243,6 +243,7 @@ class Splits:
     load: Callable[[Split], Loader]
     on_load: Callable[[Split, Source], None] = lambda split, source: None  # called when a split has been loaded
     fingerprints: dict[str, dict[str, str]] = field(default_factory=dict)  # of the splits that have been loaded
+    validations: Sequence[Split] = ("val",)
     _loaders: dict[Split, Loader] = field(default_factory=dict, init=False)
 
     def loader(self, split: Split) -> Loader:

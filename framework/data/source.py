@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 from annotated_types import Ge
@@ -13,8 +13,8 @@ from annotated_types import Ge
 if TYPE_CHECKING:
     from torch import Tensor
 
-Split = Literal["train", "val", "test"]
-SPLITS: tuple[Split, ...] = get_args(Split)
+Split = str  # train, val, val.NAME for further validation sets, or test
+SPLITS = ("train", "val", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # of images
 AtLeastOne = Annotated[int, Ge(1)]  # the check of the configuration refuses other values
 NotNegative = Annotated[int, Ge(0)]

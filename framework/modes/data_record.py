@@ -7,7 +7,7 @@ from framework.build.training import Builder
 from framework.config.schema import RunSection
 from framework.data.fingerprint import changes, fingerprint
 from framework.data.loader import Splits
-from framework.data.source import SPLITS, Source, Split
+from framework.data.source import Source, Split
 from framework.distributed.world import World
 from framework.runs.provenance import Provenance
 from framework.runtime.exits import Unfit, headline
@@ -41,9 +41,8 @@ class DataRecord:
         """Compare the splits with a checkpoint's, now, so that other data are found before a step."""
         self._before = before
         self._compare("train")
-        for split in SPLITS:
-            if split in before:
-                self.splits.loader(split)
+        for split in before:
+            self.splits.loader(split)
 
     def _compare(self, split: str) -> None:
         before, now, accepted = self._before.get(split), self.splits.fingerprints[split], list[str]()
@@ -59,7 +58,7 @@ class DataRecord:
 def require_recorded(build: Builder) -> None:
     """Compare the data with the record of a finished run. Unfit if they are others; data that are gone are no others."""
     provenance, splits = Provenance(build.directory.path), build.splits()
-    for split in SPLITS:
+    for split in ("train", *splits.validations, "test"):
         if not (before := provenance.data(split)):
             continue
         try:

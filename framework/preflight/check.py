@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from framework.build import components
+from framework.build import components, splits
 from framework.build.stored_data import with_urls
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config.code import code_of
@@ -147,7 +147,7 @@ def _build_dataset(dataset: Node) -> tuple[Dataset | None, list[Problem]]:
 
 
 def _check_data(draft: Draft, *, known: list[str], needs_splits: bool) -> list[Problem]:
-    if problems := draft.call(lambda dataset: component_problems("dataset", dataset, known=known, own=OF_DATA, may_hide=True)):
+    if problems := draft.call(partial(splits.dataset_problems, known=known)):
         return problems
     dataset, problems = draft.call(_build_dataset, otherwise=(None, []))
     if dataset is None:

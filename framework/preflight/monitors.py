@@ -2,12 +2,12 @@
 
 import ast
 import inspect
-import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from framework.build import components
+from framework.build.splits import validations
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
 from framework.config.targets import locate
@@ -17,17 +17,18 @@ from framework.runtime.problem import Problem
 
 
 def monitors_are_metrics(
-    task: Node, trainer: TrainerSection, checkpoint: CheckpointSection, metric: Mapping[str, Node]
+    task: Node, trainer: TrainerSection, checkpoint: CheckpointSection, metric: Mapping[str, Node], dataset: Node
 ) -> Iterator[Problem]:
     """Refuse to monitor a metric that neither the task nor the run has. This imports the task."""
-    metrics = metric_names(task)
-    choices = [f"{split}/{name}" for split in ("val", "train") for name in ["loss", *(metrics or ["METRIC"])]]
-    choices += [f"val/{name}" for name in metric]
+    metrics, evaluated = metric_names(task), [*validations(dataset)]
+    choices = [f"{split}/{name}" for split in (*evaluated, "train") for name in ["loss", *(metrics or ["METRIC"])]]
+    choices += [f"{split}/{name}" for split in evaluated for name in metric]
     stopping = trainer.early_stopping
     monitors = {"checkpoint.monitor": checkpoint.monitor, "trainer.early_stopping.monitor": stopping.monitor}
     for key, monitor in monitors.items():
-        is_column = any(monitor.startswith(f"val/{name}_") for name in metric)  # a column of a metric with several columns
-        if monitor in choices or is_column or (metrics is None and re.fullmatch("(val|train)/.+", monitor)):
+        split, _, column = monitor.partition("/")
+        is_column = split in evaluated and any(column.startswith(f"{name}_") for name in metric)  # of a metric with several
+        if monitor in choices or is_column or (metrics is None and column and split in (*evaluated, "train")):
             continue
         close = did_you_mean(monitor, choices)
         expected = "one of " + ", ".join(choices) + (f"; {close}" if close else "")

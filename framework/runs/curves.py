@@ -15,6 +15,7 @@ from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
+_OTHERS = ("#2ca02c", "#9467bd", "#8c564b", "#e377c2")  # further validation sets
 _ACROSS = 3  # large panels per row
 _LARGE, _SMALL = (5.0, 3.6), (2.5, 1.7)  # inches, for a panel with its margins
 _MARGINS = {"left": 0.6, "right": 0.15, "top": 0.4, "bottom": 0.5}  # inches, around a panel's axes
@@ -69,12 +70,18 @@ def _is_flat(rows: list[Row], name: str) -> bool:
     return sum(abs(value - middle) <= 0.01 * abs(middle) for value in values) >= 0.9 * len(values)
 
 
+def _colors(rows: list[Row]) -> dict[str, str]:
+    """Return the color of each split."""
+    others = sorted({row["split"] for row in rows} - _SPLITS.keys())
+    return _SPLITS | {split: _OTHERS[number % len(_OTHERS)] for number, split in enumerate(others)}
+
+
 def _points(rows: list[Row], name: str, split: str) -> list[tuple[int, float]]:
     return [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
 
 
 def _draw_metric(axes: Any, rows: list[Row], name: str, restarts: list[int], *, is_max: bool) -> None:
-    for split, color in _SPLITS.items():
+    for split, color in _colors(rows).items():
         if points := _points(rows, name, split):
             marker = "o" if len(points) < 30 else None
             axes.plot(*zip(*points), color=color, label=split, marker=marker, markersize=3, linewidth=1.2)
@@ -89,7 +96,7 @@ def _draw_metric(axes: Any, rows: list[Row], name: str, restarts: list[int], *, 
 
 
 def _draw_aside(axes: Any, rows: list[Row], name: str, restarts: list[int]) -> None:
-    for split, color in _SPLITS.items():
+    for split, color in _colors(rows).items():
         if name not in _ASIDE or split == "train":
             axes.plot(*zip(*_points(rows, name, split)), color=color, label=split, linewidth=1)
     for step in restarts:

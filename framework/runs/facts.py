@@ -37,7 +37,7 @@ def result(directory: RunDirectory, *, root: str) -> Iterator[tuple[str, str]]:
     metrics, (best, step) = summary.get("metrics", {}), best_of_monitor(summary)
     if math.isfinite(number(best)):
         yield "best", f"{summary['monitor']} {in_digits(best)} at step {step}"
-    for split in [split for split in ("train", "val", "test") if split in metrics]:
+    for split in sorted(metrics, key=lambda split: ("train", "val", "test").index(split.partition(".")[0])):
         row = metrics[split].get("last", {})
         shown = [f"{name} {in_digits(value)}" for name, value in row.items() if is_curve(name)]
         yield split, "  ".join(shown)

@@ -87,7 +87,8 @@ class Trainer:
             self.parts.agree_on_end()
             can_save = self.parts.can_save(is_ending=self.is_ending)
             if self.is_over or self.is_due(self.plan.settings.eval_every) or rings[0]:
-                self.evaluate("val")
+                for split in self.splits.validations:
+                    self.evaluate(split)
             is_best = can_save and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
             flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)
             more = alarms.flags() if alarms.are_set else ()
@@ -132,8 +133,6 @@ class Trainer:
 
     def is_due(self, every: int | str | None, *, at: int | None = None) -> bool:
         at = self.progress.step if at is None else at
-        if not isinstance(every, str):
-            return at >= self.plan.total_steps or (every is not None and at % every == 0)
         return self.plan.is_due(every, step=at, samples_seen=self.progress.samples_seen, size=self.size)
 
     def take(self, step: Step) -> None:

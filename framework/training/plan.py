@@ -26,8 +26,10 @@ class Plan:
         total_steps = min(count for count in steps if count is not None)
         return cls(total_steps, settings, checkpoint_every, grace_s, order.epoch_size)
 
-    def is_due(self, every: str, *, step: int, samples_seen: int, size: int) -> bool:
-        """Return whether something is due by epochs or samples after a step of `size` samples, with which so many were seen."""
+    def is_due(self, every: Period | None, *, step: int, samples_seen: int, size: int) -> bool:
+        """Return whether something is due after a step of `size` samples, with which so many were seen."""
+        if not isinstance(every, str):
+            return step >= self.total_steps or (every is not None and step % every == 0)
         samples = samples_of(every, epoch_size=self.epoch_size)
         return step >= self.total_steps or samples is not None and samples_seen // samples > (samples_seen - size) // samples
 

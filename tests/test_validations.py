@@ -1,0 +1,51 @@
+"""Several validation sets: each is measured, and any of them can be monitored, on any number of processes and after a kill."""
+
+import re
+from pathlib import Path
+
+from tests.harness import assert_close, command, finished
+from tests.test_any_data import MAP, RUN, TWO
+from tests.test_resume import after_step, crash
+
+PICTURES = "_target_: tests.test_any_data.Pictures"
+SETS = [f"dataset.val.clean={{{PICTURES}, size: 11}}", f"dataset.val.noisy={{{PICTURES}, size: 15}}", "micro_batch_size=3"]
+
+
+def test_each_set_has_rows_and_any_is_the_monitor_also_on_two_processes_and_after_a_kill(tmp_path: Path) -> None:
+    line = [
+        *RUN,
+        *MAP,
+        *SETS,
+        "checkpoint.monitor=val.noisy/loss",
+        "trainer.early_stopping.monitor=val.noisy/loss",
+        "trainer.early_stopping.patience=9",
+    ]
+    one = finished(*line, root=tmp_path / "one")
+    splits = [row["split"] for row in one.rows]
+    assert splits.count("val") == splits.count("val.noisy") == 3 and splits.count("test") == 1
+    assert one.summary["monitor"] == "val.noisy/loss"
+    assert one.summary["metrics"]["val.noisy"]["best"]["loss"] == min(
+        row["loss"] for row in one.rows if row["split"] == "val.noisy"
+    )
+    assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
+    assert_close(finished(*line, "parallel=ddp", TWO, root=tmp_path / "cut"), one)
+    (first,) = (row for row in one.rows if row["split"] == "val" and row["step"] == 7)
+    alone = finished(*RUN, *MAP, "micro_batch_size=3", f"dataset.val={{{PICTURES}, size: 11}}", root=tmp_path / "alone")
+    assert first["loss"] == [row["loss"] for row in alone.rows if row["split"] == "val"][-1], "the first set is the split val"
+    evaluated = command("mode=eval", f"run.dir={one.directory}", "eval.split=val.noisy", root=tmp_path / "eval")
+    assert evaluated.code == 0 and re.search(r"val\.noisy .* 15 ", evaluated.output), evaluated.output
+
+
+def test_what_is_wrong_with_a_set_is_named_by_its_key(tmp_path: Path) -> None:
+    wrong = [
+        *MAP,
+        f"dataset.val.clean={{{PICTURES}}}",
+        f"dataset.val.noisy={{{PICTURES}, sise: 15}}",
+        "checkpoint.monitor=val.noizy/loss",
+    ]
+    refused = command(*RUN, *wrong, root=tmp_path)
+    assert refused.code == 78
+    assert "dataset.val.noisy.sise: unknown key (did you mean dataset.val.noisy.size?)" in refused.output
+    assert "checkpoint.monitor: 'val.noizy/loss' is not valid" in refused.output and "val.noisy/loss" in refused.output
+    folds = command(*RUN, *MAP, *SETS, "dataset.folds=3", "dataset.fold=0", root=tmp_path)
+    assert folds.code == 78 and "dataset.val: has names (each with" in folds.output, folds.output
