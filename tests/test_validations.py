@@ -37,15 +37,12 @@ def test_each_set_has_rows_and_any_is_the_monitor_also_on_two_processes_and_afte
 
 
 def test_what_is_wrong_with_a_set_is_named_by_its_key(tmp_path: Path) -> None:
-    wrong = [
-        *MAP,
-        f"dataset.val.clean={{{PICTURES}}}",
-        f"dataset.val.noisy={{{PICTURES}, sise: 15}}",
-        "checkpoint.monitor=val.noizy/loss",
-    ]
+    wrong = [*MAP, *SETS, f"dataset.val.noisy={{{PICTURES}, sise: 15}}"]
     refused = command(*RUN, *wrong, root=tmp_path)
     assert refused.code == 78
     assert "dataset.val.noisy.sise: unknown key (did you mean dataset.val.noisy.size?)" in refused.output
-    assert "checkpoint.monitor: 'val.noizy/loss' is not valid" in refused.output and "val.noisy/loss" in refused.output
+    unknown = command(*RUN, *MAP, *SETS, "checkpoint.monitor=val.noizy/loss", root=tmp_path)
+    assert unknown.code == 78
+    assert "checkpoint.monitor: 'val.noizy/loss' is not valid" in unknown.output and "val.noisy/loss" in unknown.output
     folds = command(*RUN, *MAP, *SETS, "dataset.folds=3", "dataset.fold=0", root=tmp_path)
     assert folds.code == 78 and "dataset.val: has names (each with" in folds.output, folds.output
