@@ -52,6 +52,13 @@ def start_method() -> str:
     return "spawn"
 
 
+def cuda_devices() -> list[str]:
+    """Return the CUDA devices that this process sees, as in CUDA_VISIBLE_DEVICES. This does not initialise CUDA."""
+    count = torch.cuda.device_count()
+    names = [name.strip() for name in variables().get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (names or [str(number) for number in range(count)])[:count]
+
+
 def record_collectives(folder: Path) -> None:
     """Make NCCL's flight recorder keep the latest collectives. After a time-out, NCCL writes them into `folder`.
 

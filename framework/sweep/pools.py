@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from framework.config.schema import Positive
 from framework.launch.slurm import submit
 from framework.runs.facts import be_brief
 from framework.runs.status import queued_jobs
 from framework.runtime import slurm
+from framework.runtime.environment import variables
 from framework.runtime.exits import Exit
 from framework.runtime.files import make_directory
 from framework.runtime.forks import begin_child
@@ -27,25 +28,29 @@ from framework.runtime.slurm import SlurmFailed
 from framework.sweep.jobs import Job, alike_jobs
 from framework.sweep.launchers import OwnLauncher
 
+Share = tuple[list[int], list[str]]  # CPUs, and CUDA devices as in CUDA_VISIBLE_DEVICES
+
 
 class Pool(OwnLauncher):
-    """Runs at most `n_jobs` jobs at a time (-1: one for each CPU). PREEMPTION of this process sends a signal on to all jobs.
+    """Runs at most `n_jobs` jobs at a time (-1: one for each CUDA device, or CPU). PREEMPTION of this process stops all jobs.
 
     A job's memory, CUDA context and OpenMP threads end with its process. A killed job ends no other job, and no job lives
-    longer than this process. With more than one job at a time, each job has its share of the CPUs, and writes its console
-    output into the sweep's `logs`.
+    longer than this process. With more than one job at a time, each job has its share of the CPUs and of the CUDA devices, and
+    writes its console output into the sweep's `logs`.
     """
 
     def __init__(self, n_jobs: Positive | Literal[-1] = 1) -> None:
-        self.n_jobs = n_jobs if n_jobs > 0 else len(os.sched_getaffinity(0))
+        self._cpus = sorted(os.sched_getaffinity(0))
+        self.n_jobs = n_jobs if n_jobs > 0 else len(_devices() or self._cpus)
         # a thread that never computes (framework.runtime.forks.in_new_thread) and lives as long as the jobs, which die with it
         self._forks = ThreadPoolExecutor(1)
 
     def run(self, jobs: list[Job]) -> None:
         """Run the jobs to their end. After a signal to stop, start no more."""
-        waiting, running = deque(jobs), dict[BaseProcess, tuple[Job, set[int]]]()
-        size, cpus = min(self.n_jobs, len(jobs)), sorted(os.sched_getaffinity(0))
-        shares = [set(cpus[n::size] or cpus[n % len(cpus) :][:1]) for n in range(size)]  # for the jobs that can start
+        waiting, running = deque(jobs), dict[BaseProcess, tuple[Job, Share]]()
+        size = min(self.n_jobs, len(jobs))
+        devices = _devices() if size > 1 else []
+        shares = [*zip(_shares(self._cpus, size), _shares(devices, size))]  # for the jobs that can start
         logs = self.directory / "logs" if size > 1 else None
         while running or (waiting and not PREEMPTION.requested):
             while waiting and shares and not PREEMPTION.requested:
@@ -65,7 +70,7 @@ class Pool(OwnLauncher):
         for job in waiting:
             job.code = Exit.PREEMPTED
 
-    def _started(self, job: Job, share: set[int], *, logs: Path | None) -> BaseProcess:
+    def _started(self, job: Job, share: Share, *, logs: Path | None) -> BaseProcess:
         """Fork the process of a job."""
         import matplotlib.figure  # noqa: F401  # once, for all jobs
 
@@ -87,7 +92,18 @@ class Pool(OwnLauncher):
         return process
 
 
-def _run(job: Job, share: set[int], log: Path | None) -> None:
+def _devices() -> list[str]:
+    from framework.distributed.devices import cuda_devices  # it imports torch: a sweep whose jobs have finished needs none
+
+    return cuda_devices()
+
+
+def _shares(those: list[Any], size: int) -> list[list[Any]]:
+    """Return so many shares of CPUs or devices. If there are fewer, several shares have the same one."""
+    return [those[n::size] or [those[n % len(those)]] if those else [] for n in range(size)]
+
+
+def _run(job: Job, share: Share, log: Path | None) -> None:
     begin_child()
     PREEMPTION.speaks = False
     be_brief()
@@ -95,8 +111,11 @@ def _run(job: Job, share: set[int], log: Path | None) -> None:
     if log is not None:
         import torch
 
-        os.sched_setaffinity(0, share)
-        torch.set_num_threads(min(torch.get_num_threads(), len(share)))
+        cpus, devices = share
+        os.sched_setaffinity(0, cpus)
+        torch.set_num_threads(min(torch.get_num_threads(), len(cpus)))
+        if devices:
+            variables()["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

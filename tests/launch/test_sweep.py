@@ -17,6 +17,7 @@ from framework.build.training import Builder
 from framework.preflight import rehearsal
 from framework.runtime.lock import Lock
 from framework.runtime.preemption import PREEMPTION
+from framework.sweep import pools
 from framework.sweep.jobs import Job, exit_code
 from framework.sweep.line import read
 from framework.sweep.pools import Pool
@@ -232,6 +233,25 @@ def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
     one, other = ({int(cpu) for cpu in path.read_text().split()} for path in folder.iterdir())
     assert one | other == cpus and (not one & other or len(cpus) == 1)
     assert "training" not in ended.output and all("training" in path.read_text() for path in ended.root.glob("sweeps/*/logs/*"))
+
+
+def test_jobs_at_a_time_share_the_gpus(tmp_path: Path) -> None:
+    """The sweep sees GPUs; the jobs, which only note what they would see, compute on the CPU."""
+    folder = tmp_path / "devices"
+    folder.mkdir()
+
+    def enter() -> None:
+        pools._devices = lambda: ["3", "5", "GPU-7"]
+        after_step(1, lambda: (folder / str(os.getpid())).write_text(os.environ["CUDA_VISIBLE_DEVICES"]))()
+
+    for n_jobs, expected in ((2, ["3,GPU-7", "5"]), (-1, ["3", "5", "GPU-7"])):
+        ended = swept(
+            *SHORT, f"hydra.launcher.n_jobs={n_jobs}", "seed=1,2,3", f"name=j{n_jobs}", root=tmp_path / "runs", before=enter
+        )
+        assert ended.code == 0, ended.output
+        assert sorted({path.read_text() for path in folder.iterdir()}) == expected
+        for path in folder.iterdir():
+            path.unlink()
 
 
 # --- the plan
