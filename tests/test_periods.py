@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from framework.config.frozen_file import recall
 from framework.training.plan import Alarms
 from tests.harness import Says, assert_same_bits, command, exact_rows, finished, once, refused
 from tests.test_conformance import MODELS, RUN
@@ -64,3 +65,17 @@ def test_a_warm_up_in_epochs_is_one_in_their_steps() -> None:
 @pytest.mark.parametrize("period", ["0ep", "1e", "-1ep", "1.5", "0"])
 def test_what_is_no_period_is_refused(period: str) -> None:
     assert refused(*LINE, f"trainer.eval_every={period}") == Says(f"trainer.eval_every: ...{' (' if period != '0' else ''}")
+
+
+def test_tokens_and_samples_are_counted_as_steps_of_them() -> None:
+    line = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1", "trainer.max_epochs=null", "trainer.max_steps=9"]
+    found = once(*line)
+    config = recall(found.directory)
+    tokens = 3 * config["global_batch_size"] * config["dataset"]["seq_len"]
+    counted = [*line, f"trainer.eval_every={tokens}tokens", f"scheduler.warmup_steps={tokens}tokens"]
+    in_steps = [*line, "trainer.eval_every=3", "scheduler.warmup_steps=3"]
+    assert exact_rows(once(*counted)) == exact_rows(once(*in_steps))
+    in_samples = [*line, "trainer.eval_every=3", f"scheduler.warmup_steps={3 * config['global_batch_size']}samples"]
+    assert exact_rows(once(*in_samples)) == exact_rows(once(*in_steps))
+    refusal = command(*LINE, "trainer.eval_every=100tokens", root=found.root / "others")
+    assert refusal.code == 78 and "100tokens: counts tokens, but the dataset has no seq_len" in refusal.output

@@ -64,7 +64,7 @@ def by_hand(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer, *, eve
 def made(node: Node, optimizer: torch.optim.Optimizer, *, total_steps: int = STEPS) -> Schedule:
     order = Order(num_samples=EPOCH * 8, global_batch_size=8, seed=0, drop_last=False)
     groups = optimizer.param_groups
-    return schedule_of(node, total_steps=total_steps, lr=0.1, groups=groups, epochs_before=order.epochs_before)
+    return schedule_of(node, total_steps=total_steps, lr=0.1, groups=groups, order=order)
 
 
 @pytest.mark.parametrize("every", ["step", "epoch"])

@@ -1,18 +1,20 @@
 """The schedules that a configuration names: functions of the step, and schedulers of torch, which take an optimizer."""
 
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from framework.config.period import epochs_of
+from framework.config.period import epochs_of, samples_of
 from framework.config.schema import Node
 from framework.config.targets import TOTALS, component, locate, signature_of
+from framework.data.order import Order
 from framework.optim.schedules import Schedule, tabulated
 from framework.optim.turns import groups_of, turns_of
+
+EACH_STEP = Order(num_samples=1, global_batch_size=1, seed=0, drop_last=False, sample_tokens=1)  # if no data are known
 
 
 def peak_lr(node: Node, optimizer: torch.optim.Optimizer) -> float:
@@ -21,11 +23,9 @@ def peak_lr(node: Node, optimizer: torch.optim.Optimizer) -> float:
     return float(first if node.get("turns") else node.get("lr", first))
 
 
-def schedules(
-    node: Node, optimizer: torch.optim.Optimizer, *, of: Node, total_steps: int, epochs_before: Callable[[int], int]
-) -> dict[str, Schedule]:
+def schedules(node: Node, optimizer: torch.optim.Optimizer, *, of: Node, total_steps: int, order: Order) -> dict[str, Schedule]:
     """Return the schedule of a node under the name "", and those of the turns, in the optimizer's node `of`, with their own."""
-    make, lr = partial(schedule, total_steps=total_steps, epochs_before=epochs_before), peak_lr(of, optimizer)
+    make, lr = partial(schedule, total_steps=total_steps, order=order), peak_lr(of, optimizer)
     own = {turn.name: turn for turn in turns_of(of) if turn.scheduler is not None}
     groups = groups_of(optimizer, own)
     found = {"": make(node, lr=lr, groups=groups[""] or optimizer.param_groups)}
@@ -35,12 +35,10 @@ def schedules(
     return found
 
 
-def schedule(
-    node: Node, *, total_steps: int, lr: float, groups: Sequence[Mapping[str, Any]], epochs_before: Callable[[int], int]
-) -> Schedule:
+def schedule(node: Node, *, total_steps: int, lr: float, groups: Sequence[Mapping[str, Any]], order: Order) -> Schedule:
     """Return the schedule that a node names: of this project, or a scheduler of torch, which takes an optimizer.
 
-    `groups` are the optimizer's parameter groups, `epochs_before` returns the epochs before a step.
+    `groups` are the optimizer's parameter groups, `order` that of the training samples.
     """
     every = node.get("every")
     if every not in (None, "epoch", "step"):
@@ -48,24 +46,24 @@ def schedule(
     if not _takes_optimizer(node):
         if every is not None:
             raise ValueError("scheduler.every: this schedule is a function of the step (without it)")
-        share = component({name: _in_steps(value, epochs_before) for name, value in node.items()})
+        share = component({name: _in_steps(value, order) for name, value in node.items()})
         return Schedule(lambda step: share(step, total_steps))
     totals = TOTALS & signature_of(node["_target_"]).arguments.keys()
     if every is None and not totals:  # a scheduler that takes the number of steps counts steps
         raise ValueError("scheduler.every: is missing (epoch or step: when a script calls scheduler.step())")
-    calls_before = epochs_before if every == "epoch" else lambda step: step
+    calls_before: Callable[[int], int] = order.epochs_before if every == "epoch" else lambda step: step
     if "epochs" not in node and all(node.get(name) is None for name in totals):
         node = node | dict.fromkeys(totals, calls_before(total_steps - 1) + 1)
     node = {name: value for name, value in node.items() if name != "every"}
     return tabulated(partial(_scheduler, node), lr=lr, groups=groups, calls_before=calls_before)
 
 
-def _in_steps(value: Any, epochs_before: Callable[[int], int]) -> Any:
-    """Return the number of steps for a text such as `1ep` or `0.5ep`; any other value as it is."""
-    if (epochs := epochs_of(value)) is None:
+def _in_steps(value: Any, order: Order) -> Any:
+    """Return the number of steps for a text such as `1ep`, `5000samples` or `1000000tokens`; any other value as it is."""
+    epochs, samples = epochs_of(value), samples_of(value, epoch_size=order.epoch_size, sample_tokens=order.sample_tokens)
+    if samples is None:
         return value
-    first = next(step for step in itertools.count(1) if epochs_before(step) > 0)  # the steps of an epoch
-    return round(epochs * first)
+    return round(epochs * order.steps_in(1) if epochs is not None else samples / order.global_batch_size)
 
 
 def _takes_optimizer(node: Node) -> bool:

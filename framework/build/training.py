@@ -1,7 +1,6 @@
 """The composition root: it turns a run's configuration into the objects that train and measure it."""
 
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -187,7 +186,8 @@ class Builder:
         grow = partial(growing[0], global_batch_size=size) if growing else None
         order = Order(
             num_samples=len(source), global_batch_size=size, seed=config.seed, drop_last=config.drop_last and is_training,
-            limit=limit if is_training else None, in_order=in_order, draw=draw, grow=grow,
+            limit=limit if is_training else None, sample_tokens=self.dataset.info.get("seq_len"), in_order=in_order,
+            draw=draw, grow=grow,
         )  # fmt: skip
         return Loader(
             self.dataset,
@@ -231,7 +231,7 @@ class Builder:
         order = splits.loader("train").order
         plan = Plan.of(config.trainer, order, checkpoint_every=saving.every, grace_s=config.launch.grace_s)
         trained = trainable(engine.module, hidden=hidden)
-        update = self.update(engine, trained, total_steps=plan.total_steps, epochs_before=order.epochs_before)
+        update = self.update(engine, trained, total_steps=plan.total_steps, order=order)
         facts = {"optimizer": config.optimizer["_target_"]}
         saver = Saver(store, world=world, is_async=saving.async_save, max_failures=saving.max_failures, facts=facts)
         return Trainer(
@@ -266,17 +266,13 @@ class Builder:
         engine.observers += [part.observe for part in parts.values() if hasattr(part, "observe")]
         return LoopParts(parts, loop, blame=blame)
 
-    def update(
-        self, engine: Engine, trained: list[Trainable], *, total_steps: int, epochs_before: Callable[[int], int]
-    ) -> Update:
+    def update(self, engine: Engine, trained: list[Trainable], *, total_steps: int, order: Order) -> Update:
         config = self.config
         optimizer = engine.optimizer(components.optimizer_builder(config.optimizer), trained)
         settings, changes = config.trainer, list[updates.ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
             changes.append(updates.ClipValues(trained, max_value=settings.clip_grad_value))
-        found = schedules(
-            config.scheduler, optimizer, of=config.optimizer, total_steps=total_steps, epochs_before=epochs_before
-        )
+        found = schedules(config.scheduler, optimizer, of=config.optimizer, total_steps=total_steps, order=order)
         average: Average | None = None
         shares = [part.average_share for part in self.answering.values() if hasattr(part, "average_share")]
         if updates.averages_itself(optimizer):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.build import components
+from framework.build.schedules import EACH_STEP
 from framework.build.training import Builder
 from framework.distributed.groups import Groups
 from framework.distributed.world import World
@@ -56,7 +57,7 @@ def _kept(build: Builder, rank: int) -> Found:
     freeze_parameters(module, build.config.trainer.freeze)
     engine = build.engine(module)
     trained = trainable(engine.module, hidden=hidden_matrices(module))
-    update = build.update(engine, trained, total_steps=1, epochs_before=lambda step: step)
+    update = build.update(engine, trained, total_steps=1, order=EACH_STEP)
     for name in [turn.name for turn in update.turns] or [""]:
         if isinstance(update.optimizer, InTurns):
             update.optimizer.turn = name

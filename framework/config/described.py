@@ -14,7 +14,7 @@ _NAMES = {
     float: "a number",
     bool: "true or false",
     str: "text",
-    WITH_UNIT: "a number with a unit, as in 1ep, 5000samples or 10min",
+    WITH_UNIT: "a number with a unit, as in 1ep, 5000samples, 80000tokens or 10min",
     type(None): "null",
     list[int]: "a list of integers, as in [1, 2]",
     list[float]: "a list of numbers, as in [0.9, 0.99]",

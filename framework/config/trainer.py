@@ -38,7 +38,7 @@ class TrainerSection(Section):
     max_steps: Positive | None = setting(None, "optimizer steps; the shorter of this and max_epochs ends the run")
     max_epochs: Positive | None = setting(40, "passes over the training set")
     eval_every: Period | None = setting(
-        100, "optimizer steps between evaluations, or 1ep, 5000samples, 10min; null = only at the end"
+        100, "optimizer steps between evaluations, or 1ep, 5000samples, 8000tokens, 10min; null = only at the end"
     )
     log_every: Positive = setting(10, "optimizer steps between training rows")
     limit_batches: Positive | None = setting(None, "batches of an epoch, and of an evaluation; null = all")
@@ -95,7 +95,9 @@ class TrainerSection(Section):
 
 class CheckpointSection(Section):
     every: Period | None = setting(
-        100, "optimizer steps between checkpoints, or 1ep, 5000samples, 10min; null = only at the end", execution=True
+        100,
+        "optimizer steps between checkpoints, or 1ep, 5000samples, 8000tokens, 10min; null = only at the end",
+        execution=True,
     )
     keep_last: Positive = setting(2, "number of newest checkpoints to keep", execution=True)
     keep_best: Count = setting(0, "number of best checkpoints to keep in addition", execution=True)

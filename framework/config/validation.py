@@ -15,7 +15,7 @@ from framework.config.compose import Composed
 from framework.config.described import bare, described, meant
 from framework.config.draft import Draft
 from framework.config.folders import config_name, groups, named_keys, options, value_names
-from framework.config.period import epochs_of
+from framework.config.period import counts_samples
 from framework.config.schema import COMPONENTS, SEVERAL, STATIC_KEYS, RunConfig, Section, section_of
 from framework.config.section import LARGEST
 from framework.config.spelling import did_you_mean, done_here, nearest, option_meant
@@ -90,7 +90,7 @@ def component_problems(
     names_of = {name: value_names(f"{key}.{name}", node) for name in (one.rpartition(".")[2] for one in named_keys())}
     known = [*others, *(f"{key}.{name}" for name in (*signature.arguments, *own, *filter(names_of.get, names_of)))]
     for name, value in values.items():
-        argument, is_period = signature.arguments.get(name), key.endswith("scheduler") and epochs_of(value) is not None
+        argument, is_period = signature.arguments.get(name), key.endswith("scheduler") and counts_samples(value)
         # the data replace null in a model, and `${data:...}` everywhere; the run knows the steps of an epoch
         is_from_data = (value is None and key.split(".")[0] == "model") or str(value).startswith("${data:") or is_period
         if argument is None and hides and not difflib.get_close_matches(name, signature.arguments, cutoff=0.8):

@@ -31,6 +31,7 @@ class Order:
     seed: int
     drop_last: bool
     limit: int | None = None  # batches of an epoch
+    sample_tokens: int | None = None  # in each sample, if it is known
     in_order: bool = False  # the samples of a stream: their numbers count on over all epochs
     draw: Callable[[int], Any] | None = None  # a pure function; all epochs must have the same length
     grow: Callable[[int], int] | None = None  # a pure function of `samples_seen`: a batch's size, at most `global_batch_size`

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.build import components
-from framework.build.schedules import schedule
+from framework.build.schedules import EACH_STEP, schedule
 from framework.checkpoint.plain_state import NotSerializable, changed_values, encoded
 from framework.config.schema import Node
 from framework.engine.seam import Demands
@@ -56,7 +56,7 @@ def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> li
     try:
         lr = optimizer.get("lr", built.param_groups[0]["lr"])
         groups = built.param_groups
-        schedule(scheduler, total_steps=100, lr=lr, groups=groups, epochs_before=lambda step: step)(1)
+        schedule(scheduler, total_steps=100, lr=lr, groups=groups, order=EACH_STEP)(1)
     except Exception as error:
         return [Problem.of_error("scheduler", error)]
     return []

@@ -64,7 +64,7 @@ class Trial:
         config, total_steps = self.build.config, self.samples.plan.total_steps
         one, other = (
             schedules(config.scheduler, update.optimizer, of=config.optimizer, total_steps=total_steps,
-                      epochs_before=self.samples.order.epochs_before)
+                      order=self.samples.order)
             for _ in range(2)
         )  # fmt: skip
         of_run = replace(update, schedule=one.pop(""), schedules=one)

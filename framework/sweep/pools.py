@@ -28,7 +28,7 @@ from framework.runtime.slurm import SlurmFailed
 from framework.sweep.jobs import Job, alike_jobs
 from framework.sweep.launchers import OwnLauncher
 
-Share = tuple[list[int], list[str]]  # CPUs, and CUDA devices as in CUDA_VISIBLE_DEVICES
+JobShare = tuple[list[int], list[str]]  # CPUs, and CUDA devices as in CUDA_VISIBLE_DEVICES
 
 
 class Pool(OwnLauncher):
@@ -47,7 +47,7 @@ class Pool(OwnLauncher):
 
     def run(self, jobs: list[Job]) -> None:
         """Run the jobs to their end. After a signal to stop, start no more."""
-        waiting, running = deque(jobs), dict[BaseProcess, tuple[Job, Share]]()
+        waiting, running = deque(jobs), dict[BaseProcess, tuple[Job, JobShare]]()
         size = min(self.n_jobs, len(jobs))
         devices = _devices() if size > 1 else []
         shares = [*zip(_shares(self._cpus, size), _shares(devices, size))]  # for the jobs that can start
@@ -70,7 +70,7 @@ class Pool(OwnLauncher):
         for job in waiting:
             job.code = Exit.PREEMPTED
 
-    def _started(self, job: Job, share: Share, *, logs: Path | None) -> BaseProcess:
+    def _started(self, job: Job, share: JobShare, *, logs: Path | None) -> BaseProcess:
         """Fork the process of a job."""
         import matplotlib.figure  # noqa: F401  # once, for all jobs
 
@@ -103,7 +103,7 @@ def _shares(those: list[Any], size: int) -> list[list[Any]]:
     return [those[n::size] or [those[n % len(those)]] if those else [] for n in range(size)]
 
 
-def _run(job: Job, share: Share, log: Path | None) -> None:
+def _run(job: Job, share: JobShare, log: Path | None) -> None:
     begin_child()
     PREEMPTION.speaks = False
     be_brief()

@@ -19,18 +19,21 @@ class Plan:
     checkpoint_every: Period | None
     grace_s: float | None  # between the signal that asks a run to stop and the signal that kills it; None if not known
     epoch_size: int  # samples
+    sample_tokens: int | None = None
 
     @classmethod
     def of(cls, settings: TrainerSection, order: Order, *, checkpoint_every: Period | None, grace_s: float | None) -> "Plan":
         steps = [settings.max_steps, settings.max_epochs and order.steps_in(settings.max_epochs)]
         total_steps = min(count for count in steps if count is not None)
-        return cls(total_steps, settings, checkpoint_every, grace_s, order.epoch_size)
+        for period in (settings.eval_every, checkpoint_every):
+            samples_of(period, epoch_size=order.epoch_size, sample_tokens=order.sample_tokens)  # refuses what cannot be counted
+        return cls(total_steps, settings, checkpoint_every, grace_s, order.epoch_size, order.sample_tokens)
 
     def is_due(self, every: Period | None, *, step: int, samples_seen: int, size: int) -> bool:
         """Return whether something is due after a step of `size` samples, with which so many were seen."""
         if not isinstance(every, str):
             return step >= self.total_steps or (every is not None and step % every == 0)
-        samples = samples_of(every, epoch_size=self.epoch_size)
+        samples = samples_of(every, epoch_size=self.epoch_size, sample_tokens=self.sample_tokens)
         return step >= self.total_steps or samples is not None and samples_seen // samples > (samples_seen - size) // samples
 
 
