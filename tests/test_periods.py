@@ -71,11 +71,14 @@ def test_tokens_and_samples_are_counted_as_steps_of_them() -> None:
     line = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1", "trainer.max_epochs=null", "trainer.max_steps=9"]
     found = once(*line)
     config = recall(found.directory)
-    tokens = 3 * config["global_batch_size"] * config["dataset"]["seq_len"]
-    counted = [*line, f"trainer.eval_every={tokens}tokens", f"scheduler.warmup_steps={tokens}tokens"]
-    in_steps = [*line, "trainer.eval_every=3", "scheduler.warmup_steps=3"]
-    assert exact_rows(once(*counted)) == exact_rows(once(*in_steps))
-    in_samples = [*line, "trainer.eval_every=3", f"scheduler.warmup_steps={3 * config['global_batch_size']}samples"]
-    assert exact_rows(once(*in_samples)) == exact_rows(once(*in_steps))
+    samples = 3 * config["global_batch_size"]
+    tokens = samples * config["dataset"]["seq_len"]
+    by_tokens = [*line, f"trainer.eval_every={tokens}tokens", f"scheduler.warmup_steps={tokens}tokens"]
+    by_samples = [*line, f"trainer.eval_every={samples}samples", f"scheduler.warmup_steps={samples}samples"]
+    in_steps = [*line, "scheduler.warmup_steps=3"]
+    assert exact_rows(once(*by_tokens)) == exact_rows(once(*by_samples))
+    assert steps(by_tokens, "val")[0] == 3
+    rates = [[row["lr"] for row in once(*words).rows if row["split"] == "train"] for words in (by_tokens, in_steps)]
+    assert rates[0] == rates[1]
     refusal = command(*LINE, "trainer.eval_every=100tokens", root=found.root / "others")
     assert refusal.code == 78 and "100tokens: counts tokens, but the dataset has no seq_len" in refusal.output
