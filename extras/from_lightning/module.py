@@ -15,13 +15,13 @@ from framework.runtime.exits import Unfit
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}  # by split
 CALLED = {  # the hooks that are called, of all that a LightningModule can have
-    "training_step", "validation_step", "test_step", "configure_optimizers", "setup", "configure_model",
+    "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "setup", "configure_model",
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
     "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_test_start", "on_test_end", "on_test_epoch_start", "on_test_epoch_end", "on_after_backward",
     "on_after_batch_transfer", "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step", "on_before_zero_grad",
 }  # fmt: skip
-NOT_NEEDED = {"forward", "predict_step", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
+NOT_NEEDED = {"forward", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
               "on_predict_start", "on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown",
               "optimizer_zero_grad"}  # fmt: skip
 _OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks")
@@ -174,10 +174,12 @@ class _Driven:
         """Call a method with as many of the arguments as it takes. The model's forward is replaced by this call."""
         if method in STEPS.values():  # a module without a test_step has its validation_step, and without that its training_step
             method = next(name for name in (method, "validation_step", "training_step") if has_own(self, name))
+        if method == "predict_step" and not has_own(self, method):
+            return self(arguments[0][0] if isinstance(arguments[0], list) else arguments[0])  # type: ignore[operator]
         run = getattr(self, method)
         taken = inspect.signature(run).parameters.values()
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in taken)
-        if method in STEPS.values():
+        if method in (*STEPS.values(), "predict_step"):
             moved: Callable[..., Any] = getattr(self, "on_after_batch_transfer")  # noqa: B009  # of the LightningModule
             arguments = (moved(arguments[0], 0), *arguments[1:])
         self._driver = driver

@@ -35,12 +35,16 @@ class Task:
         if context.turn:  # so that all turns of a step see the same noise, as one training_step does
             seeds = context.generator_of_step
             torch.manual_seed(int(torch.randint(2**62, (), generator=seeds, device=seeds.device)))
-        given = [batch.inputs, batch.targets] if batch.targets is not None else batch.inputs
-        found = call.drive(driver, STEPS[context.split or "train"], given, context.batch)
+        found = call.drive(driver, STEPS[context.split or "train"], _whole(batch), context.batch)
         count = context.size
         new = {name: given for name, given in driver.logged.items() if name not in driver.earlier}
         columns = {name: _weighted(value, size or count) for name, (value, size) in new.items()}
         return columns | {"loss": _weighted(self._loss(found, context), count)}
+
+    def predict(self, call: Any, batch: Any, context: Any) -> Any:
+        """Return what the predict_step returns for a batch."""
+        self.driver.trainer.training, self.driver.trainer.predicting = False, True
+        return call.drive(self.driver, "predict_step", _whole(batch), context.batch)
 
     @property
     def source(self) -> Any:
@@ -226,6 +230,11 @@ class Hooks:
         for hook in hooks:
             returned = module.drive(self.driver, hook, *given)
         return returned
+
+
+def _whole(batch: Any) -> Any:
+    """Return a batch as the module's data have it."""
+    return [batch.inputs, batch.targets] if batch.targets is not None else batch.inputs
 
 
 def plain_attributes(module: Any) -> dict[str, Any]:

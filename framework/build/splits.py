@@ -26,6 +26,14 @@ def validations(node: Node) -> dict[str, Node]:
     return found or {"val": node}
 
 
+def validation(dataset: Node, split: str) -> Node:
+    """Return the dataset's node for one validation split. Unfit if there is none of this name."""
+    found = validations(dataset)
+    if split not in found:
+        raise Unfit(f"{split}: is no split of this dataset (one of train, {', '.join(found)}, test)")
+    return found[split]
+
+
 def dataset_problems(dataset: Node, *, known: list[str]) -> list[Problem]:
     """Return the problems of the dataset's arguments, also of each validation set."""
     found = dict[str, Problem]()

@@ -80,7 +80,7 @@ class Builder:
     def source(self, split: Split) -> Source:
         """Load a split. With folds, `val` is one fold of the training samples, and `train` has the others. Collective."""
         if split.startswith("val."):
-            dataset = components.dataset(splits_of.validations(self.config.dataset)[split])
+            dataset = components.dataset(splits_of.validation(self.config.dataset, split))
             return load_in_turns(dataset, "val", seed=self.config.seed, world=self.world)
         if (fold := components.fold_of(self.config.dataset)) is None or split == "test":
             return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)

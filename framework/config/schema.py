@@ -48,7 +48,7 @@ class RunSection(Section):
                 yield Problem(name, f"{path!r} is not valid", "a directory; ~ is not replaced: use $HOME")
 
 
-OneSplit = Annotated[str, StringConstraints(pattern=r"^(train|val(\.\w+)?|test)$")]
+OneSplit = Literal["train", "val", "test"] | Annotated[str, StringConstraints(pattern=r"^val\.\w+$")]
 
 
 class EvalSection(Section):

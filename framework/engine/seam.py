@@ -65,7 +65,8 @@ class Task(Protocol):
     # `loss_of_rows(own, everyone, batch, context)`, a loss of the results for all samples (framework/engine/own_step.py);
     # `derived(means) -> dict[str, float]`; `measured(engine) -> dict[str, float]`, columns at the end of an evaluation
     # (collective); `parts`, parts of the loop by name; `predictions(outputs, targets)`, the arguments of a metric's update(),
-    # as a tuple or a mapping of names; `written(outputs) -> dict[str, Tensor]`, what mode=predict writes for a batch;
+    # as a tuple or a mapping of names; `written(outputs) -> dict[str, Tensor]`, what mode=predict writes for a batch, and
+    # `predict(call, batch, context)`, the outputs that it writes, if they are not those of the forward;
     # `compile_loss()`, which trainer.compile=true calls; `source`, the function that computes the loss, for messages;
     # `takes_16_bits = True`: in training, its loss takes outputs in the dtype of autocast; `evaluates_in_training_mode = True`:
     # the model stays in training mode in evaluations.

@@ -13,7 +13,7 @@ from framework.build.training import Builder
 from framework.checkpoint.canonical import gathered
 from framework.data.source import Source
 from framework.distributed.world import World
-from framework.engine.seam import MicroBatch, Task
+from framework.engine.seam import MicroBatch
 from framework.modes.evaluate import until_signal
 from framework.modes.load_run import load_run
 from framework.modules.structure import in_eval_mode
@@ -27,9 +27,10 @@ from framework.training.stored_samples import stored_samples, write_picture
 def predict(build: Builder) -> Exit:
     """Write `predictions/` of the run: one record for each sample, in the split's order. Collective."""
     world, directory, wanted = build.world, build.directory.predictions, build.config.predict
-    model, recording = load_run(build), Recording(build.task)
-    predicting = build.altered()
-    predicting.task, predicting.observers = recording, [recording.observe]
+    model, predicting = load_run(build), build.altered()
+    recording = OwnPredictions(build.task) if hasattr(build.task, "predict") else Outputs(build.task)
+    predicting.task = recording  # type: ignore[assignment]  # one of its two forms
+    predicting.observers = [recording.observe] if isinstance(recording, Outputs) else []
     engine = predicting.engine(model.module)
     names, source = _samples(build)
     loader = predicting.loader(source, wanted.split, dp_rank=engine.dp_rank, dp_size=engine.dp_size)
@@ -71,7 +72,7 @@ def _samples(build: Builder) -> tuple[list[str], Source]:
     return names, source
 
 
-def _write(recording: "Recording", file: PredictionsFile | None, world: World) -> None:
+def _write(recording: "_Kept", file: PredictionsFile | None, world: World) -> None:
     """Let rank 0 write the records of a batch from all ranks. Collective. Unfit on every rank if this is not possible."""
     found = gathered(recording.taken(), world=world)
     rows = dict(zip(found.kinds, found.tensors))
@@ -83,13 +84,29 @@ def _write(recording: "Recording", file: PredictionsFile | None, world: World) -
         raise Unfit(f"task: {fault}; its written(outputs) can return what mode=predict writes: tensors by name, samples first")
 
 
-class Recording:
-    """A stand-in for the task: it measures nothing, and keeps the values to write for each micro-batch."""
+class _Kept:
+    """The values to write, of each micro-batch."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Any) -> None:
         self._task = task
         self._rows: dict[str, Tensor] = {}
         self.fault = ""
+
+    def keep(self, outputs: Any, *, start: int, num_samples: int) -> None:
+        try:
+            for name, value in written_outputs(self._task, outputs, num_samples=num_samples).items():
+                self._rows[f"{start}/{name}"] = value.cpu().contiguous()
+        except (ValueError, TypeError, AttributeError) as error:  # raised when all ranks know the error
+            self.fault = str(error)
+
+    def taken(self) -> dict[str, Tensor]:
+        """Return the values recorded since the last call, as `FIRST SAMPLE IN THE BATCH/NAME`."""
+        rows, self._rows = self._rows, {}
+        return rows
+
+
+class Outputs(_Kept):
+    """A stand-in for the task: it measures nothing, and keeps the model's outputs."""
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         return torch.zeros(())
@@ -98,13 +115,14 @@ class Recording:
         return {}
 
     def observe(self, outputs: Any, micro_batch: MicroBatch) -> None:
-        try:
-            for name, value in written_outputs(self._task, outputs, num_samples=micro_batch.num_samples).items():
-                self._rows[f"{micro_batch.start}/{name}"] = value.cpu().contiguous()
-        except (ValueError, TypeError, AttributeError) as error:  # raised when all ranks know the error
-            self.fault = str(error)
+        self.keep(outputs, start=micro_batch.start, num_samples=micro_batch.num_samples)
 
-    def taken(self) -> dict[str, Tensor]:
-        """Return the values recorded since the last call, as `FIRST SAMPLE IN THE BATCH/NAME`."""
-        rows, self._rows = self._rows, {}
-        return rows
+
+class OwnPredictions(_Kept):
+    """A stand-in for a task with `predict(call, batch, context)`: it keeps what this returns."""
+
+    def step(self, call: Any, batch: Any, context: Any) -> dict[str, Any]:
+        outputs = self._task.predict(call, batch, context)
+        if not context.is_padding:
+            self.keep(outputs, start=context.start, num_samples=context.size)
+        return {"loss": torch.zeros(())}
