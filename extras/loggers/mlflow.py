@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from framework.config.identity import flat
-from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, best_of_monitor, iterate_rows, scalars
+from framework.loggers.sink import RunInfo, replay
+from framework.runs.media import Media
+from framework.runs.metrics_file import Row, best_of_monitor, scalars
 
 _MOST_METRICS = 1000  # per request
 _LONGEST_PARAMETER = 6000  # in characters
@@ -71,8 +72,7 @@ class MLflow:
         made = self._client.create_run(experiment, run_name=f"{run.name}/{run.run_id}", tags=self._tags(run))
         self._id = made.info.run_id
         self._log_parameters(run.config)
-        for row in iterate_rows(run.directory / "metrics.jsonl", until=run.step):
-            self.log(row)
+        replay(self, run)
 
     def _tags(self, run: RunInfo) -> dict[str, str]:
         commit = {"mlflow.source.git.commit": run.commit} if run.commit else {}
@@ -93,6 +93,9 @@ class MLflow:
         found = [Metric(_name(name), value, now, row["step"]) for name, value in scalars(row).items()]
         for start in range(0, len(found), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=found[start : start + _MOST_METRICS])
+
+    def media(self, item: Media) -> None:
+        self._client.log_artifact(self._id, str(item.path), f"media/{item.name}")
 
     def close(self, summary: dict[str, Any]) -> None:
         from mlflow.entities import Metric

@@ -245,7 +245,7 @@ class Builder:
             plan=plan,
             tracker=self.tracker(),
             speed=self.stopwatch(),
-            parts=self.parts(engine, update, total_steps=plan.total_steps, splits=splits, directory=self.directory.path),
+            parts=self.parts(engine, update, total_steps=plan.total_steps, splits=splits, recorder=recorder),
         )
 
     def tracker(self) -> Tracker:
@@ -254,13 +254,13 @@ class Builder:
         return Tracker(monitor=saving.monitor, mode=saving.direction, patience=patience, derive=derive, metrics=self.metrics)
 
     def parts(
-        self, engine: Engine, update: Update, *, total_steps: int, splits: Splits, directory: Path,
+        self, engine: Engine, update: Update, *, total_steps: int, splits: Splits, recorder: Recorder,
         blame: Blame = lambda name: nullcontext(),
     ) -> LoopParts:  # fmt: skip
         """Build the run's parts, at step 0. Collective."""
         loop = Loop(
             world=self.world, engine=engine, task=self.task, dataset=self.dataset, splits=splits, update=update,
-            directory=directory, seed=self.config.seed, total_steps=total_steps,
+            directory=recorder.directory.path, seed=self.config.seed, total_steps=total_steps, recorder=recorder,
             progress=Progress(step=0, samples_seen=0, wall_s=0.0),
         )  # fmt: skip
         parts = components.loop_parts(self.config.part)
