@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from extras.loggers.shared import folder_of_runs
 from framework.config.identity import flat
 from framework.loggers.sink import RunInfo, replay
 from framework.runs.media import Media
@@ -56,8 +57,8 @@ class MLflow:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        path, given = run.directory.resolve(), self.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        root = path.parents[1] if path.name == run.run_id else path  # otherwise run.dir is in another place
+        given = self.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        root = folder_of_runs(run)
         self._client = MlflowClient(given or f"sqlite:///{_database(root)}")
         self._info = run
         artifacts = None if given else str(root / "mlartifacts")  # beside the database, not in the working directory
