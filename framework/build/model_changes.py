@@ -30,7 +30,8 @@ def change_model(
     if world.rank == 0 and (trainer.activation_checkpointing or trainer.compile):
         LOGGER.info("the model's blocks: %s", description(blocks, model))
     if trainer.compile and has_compiler():
-        compile_blocks(blocks or [model], folder=compiled)
+        mode = trainer.compile if isinstance(trainer.compile, str) else None
+        compile_blocks(blocks or [model], folder=compiled, mode=mode, dynamic=trainer.compile_dynamic)
         if callable(compile_loss := getattr(task, "compile_loss", None)):
             compile_loss()
     elif trainer.compile and world.rank == 0:

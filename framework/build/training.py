@@ -137,9 +137,9 @@ class Builder:
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
         give_example(module, forward.example)
-        change_model(
-            module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=self.directory.compiled
-        )
+        root, path = Path(config.run.root), self.directory.path
+        compiled = root if path.is_relative_to(root) else path
+        change_model(module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=compiled)
         links = chain_of(module)
         forward.key_draws(links or repeated(module), are_all=bool(links))
         if self.is_sent:

@@ -55,7 +55,12 @@ class TrainerSection(Section):
     channels_last: bool | None = setting(
         None, "give the model images in channels-last order, which is faster on tensor cores; null = off", execution=True
     )
-    compile: bool = setting(False, "torch.compile the model's blocks, and the loss of task=language_modeling")
+    compile: bool | Literal["reduce-overhead", "max-autotune"] = setting(
+        False, "torch.compile the model's blocks, and the loss of task=language_modeling; or with a mode of torch.compile"
+    )
+    compile_dynamic: bool | None = setting(
+        False, "with compile: a program for each shape (false), one for any shape (true), or as torch.compile decides (null)"
+    )
     activation_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["operations"] = setting(
         False,
         "recompute the blocks' activations in the backward pass; N = of every Nth block; operations = all except products",

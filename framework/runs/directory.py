@@ -41,7 +41,6 @@ class RunDirectory:
         self.export = path / "export"
         self.predictions = path / "predictions"
         self.profile = path / "profile"
-        self.compiled = path / "compiled"
         self.media = path / "media"
 
     def beside(self) -> list["RunDirectory"]:
