@@ -347,7 +347,7 @@ class Media:
         axes.plot([row["loss"]])
         loop.log_figure("val/curve", figure)
         assert not pyplot.get_fignums()
-        colors = torch.linspace(0, 1, 12).view(3, 2, 2) if self.wrong != "image" else torch.zeros(8, 3, 2, 2)
+        colors = torch.linspace(0, 1, 12).view(3, 2, 2) if self.wrong != "image" else torch.zeros(8, 2, 2, 2)
         loop.log_image("val/colors", colors.to(torch.bfloat16) * row["loss"])
         loop.log_audio("val/tone", torch.linspace(-1, 1, 80)[None] if self.wrong != "audio" else torch.zeros(3, 80), rate=8000)
         rows = [[0, "a, b"], [1, row["loss"]]] if self.wrong != "table" else [[0]]

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
-from framework.runs.media import png_of_pixels, write_media
+from framework.runs.media import write_media
 from framework.runs.report import RunReader, find_runs, write_page
+from framework.training.encoding import png_of_pixels
 from tests.harness import command, finished, refused
 from tests.test_loop import TINY
 
@@ -232,7 +233,7 @@ def test_a_chosen_run_has_its_configuration_and_predictions_and_nothing_in_files
     (tmp_path / "a" / "predictions" / "val.png").write_text("<svg onload='window.hacked = 1'>")
     for step, content in ((1, "early"), (12, f"late {SCRIPT}")):
         write_media(tmp_path / "a" / "media", "val/words", content.encode(), suffix=".txt", step=step)
-    write_media(tmp_path / "a" / "media", "val/colors", png_of_pixels(np.zeros((3, 5), dtype=np.uint8)), suffix=".png", step=12)
+    write_media(tmp_path / "a" / "media", "val/colors", png_of_pixels(torch.zeros(3, 5)), suffix=".png", step=12)
     write_media(tmp_path / "a" / "media", "val/fake", b"<svg onload='window.hacked = 1'>", suffix=".png", step=12)
     report(tmp_path)
     page = Page(driver, tmp_path / "report.html", {"all": True, "chosen": ["a"]})

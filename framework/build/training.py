@@ -137,9 +137,7 @@ class Builder:
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
         give_example(module, forward.example)
-        root, path = Path(config.run.root), self.directory.path
-        compiled = root if path.is_relative_to(root) else path
-        change_model(module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=compiled)
+        change_model(module, config.trainer, task=self.task, linear=precision.linear, world=self.world, run=config.run)
         links = chain_of(module)
         forward.key_draws(links or repeated(module), are_all=bool(links))
         if self.is_sent:
@@ -295,6 +293,7 @@ class Builder:
         )  # fmt: skip
 
     def stopwatch(self) -> Speed:
-        config, profile = self.config, (self.config.trainer.profile, self.directory.profile)
-        model = partial(components.shapes_of, config.model, seed=config.seed)
-        return stopwatch(model, self.dataset.info, world=self.world, precision=config.precision.name, profile=profile)
+        config, directory = self.config, self.directory
+        model, precision = partial(components.shapes_of, config.model, seed=config.seed), config.precision.name
+        info, trainer = self.dataset.info, config.trainer
+        return stopwatch(model, info, world=self.world, precision=precision, trainer=trainer, directory=directory)

@@ -41,6 +41,9 @@ class TrainerSection(Section):
         100, "optimizer steps between evaluations, or 1ep, 5000samples, 10min; null = only at the end"
     )
     log_every: Positive = setting(10, "optimizer steps between training rows")
+    log_machine: bool = setting(
+        False, "columns of the training rows for what the run uses of CPUs, GPUs, memory and disk", execution=True
+    )
     limit_batches: Positive | None = setting(None, "batches of an epoch, and of an evaluation; null = all")
     overfit_batches: Positive | None = setting(
         None, "train only on so many batches, repeatedly, and evaluate on the same batches; null = off"

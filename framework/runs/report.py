@@ -192,16 +192,14 @@ def _read_picture(path: Path) -> bytes:
 
 
 def _read_media(folder: Path) -> list[tuple[str, str, str]]:
-    found = [item for item in list_media(folder) if item.kind in ("image", "text") and not folder.is_symlink()]
+    latest = {} if folder.is_symlink() else {(item.name, item.kind): item for item in list_media(folder)}
     shown = []
-    for (name, kind), item in sorted({(item.name, item.kind): item for item in found}.items()):  # the last of each
-        if kind == "image":
-            content = base64.b64encode(_read_picture(item.path)).decode()
-        else:
+    for (name, kind), item in sorted(latest.items()):
+        content = base64.b64encode(_read_picture(item.path)).decode() if kind == "image" else ""
+        if kind == "text":
             with open(item.path, errors="replace") as file:
                 content = "\n".join(map(printable, file.read(_LONGEST_LINE).splitlines()))
-        if content:
-            shown.append((printable(f"{name}, step {item.step}"), kind, content))
+        shown += [(printable(f"{name}, step {item.step}"), kind, content)] if content else []
     return shown
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +20,8 @@ from framework.engine.sums import Sums, means, weight_of
 from framework.modules.tensors import Tree, gradient_of, map_tensors, whole
 from framework.optim.update import AveragedWeights, Update
 from framework.randomness import generator_states, set_generator_states
-from framework.runs import media
+from framework.runs.media import NAME
+from framework.training import encoding
 from framework.training.evaluation import totals
 from framework.training.recorder import Recorder
 
@@ -167,33 +167,33 @@ class Loop:
         return outputs
 
     def log_image(self, name: str, image: Any) -> None:
-        """Log a picture: (H, W), (C, H, W) or (H, W, C), uint8 or floats from 0 to 1, as a tensor or an array.
+        """Log a picture, or a batch of pictures as a grid: see `png_of_pixels` in framework/training/encoding.py.
 
         This and the other `log_` methods write media/NAME/step_STEP.* in the run's directory, and send it to the loggers. The
         rank that writes files takes its own arguments, and other ranks do nothing: gather what only they have.
         """
-        self._log(name, ".png", lambda: media.png_of_pixels(_array(image)))
+        self._log(name, ".png", lambda: encoding.png_of_pixels(image))
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Log a figure of matplotlib as a picture, and close it if pyplot holds it."""
-        self._log(name, ".png", lambda: media.png_of_figure(figure))
+        self._log(name, ".png", lambda: encoding.png_of_figure(figure))
         if pyplot := sys.modules.get("matplotlib.pyplot"):
             pyplot.close(figure)
 
     def log_audio(self, name: str, samples: Any, *, rate: int) -> None:
         """Log sound of `rate` samples a second: (T,) or (C, T), int16 or floats from -1 to 1."""
-        self._log(name, ".wav", lambda: media.wav_of_samples(_array(samples), rate=rate))
+        self._log(name, ".wav", lambda: encoding.wav_of_samples(samples, rate=rate))
 
     def log_table(self, name: str, *, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Log a table of numbers and texts."""
-        self._log(name, ".csv", lambda: media.csv_of_rows(columns, rows))
+        self._log(name, ".csv", lambda: encoding.csv_of_rows(columns, rows))
 
     def log_text(self, name: str, text: str) -> None:
         """Log a text."""
         self._log(name, ".txt", text.encode)
 
     def _log(self, name: str, suffix: str, encode: Callable[[], bytes]) -> None:
-        if not media.NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of media (letters, digits, _, - and ., in parts that / separates)")
         if not self.has_begun:
             raise ValueError(f"{name}: logged in begun(), when the run's step is not known yet (log it in a later method)")
@@ -203,12 +203,6 @@ class Loop:
     def stop(self, why: str) -> None:
         """End the run after this step as finished, with an evaluation and a checkpoint. One rank's call is enough."""
         self.stopped = self.stopped or why
-
-
-def _array(values: Any) -> np.ndarray:
-    if isinstance(values, Tensor):
-        values = (values.float() if values.is_floating_point() else values).detach().cpu()  # numpy has no bf16
-    return np.asarray(values)
 
 
 def finish_gradients(*, step: Step, engine: Engine, update: Update) -> None:
