@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from extras.loggers.shared import empty_folder, unique_name
+from extras.loggers.shared import empty_folder, read_table, unique_name
 from framework.config.identity import flat
 from framework.loggers.sink import RunInfo, replay
-from framework.runs.media import Media, read_table
+from framework.runs.media import Media
 from framework.runs.metrics_file import Row, best_of_monitor, scalars
 
 

@@ -1,5 +1,6 @@
 """What several loggers share."""
 
+import csv
 import shutil
 from pathlib import Path
 
@@ -23,3 +24,9 @@ def empty_folder(run: RunInfo, name: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+def read_table(path: Path) -> list[list[str]]:
+    """Return the lines of a table that a part has logged; the first has the names of the columns."""
+    with open(path, newline="") as file:
+        return list(csv.reader(file))

@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from extras.loggers.shared import folder_of_runs, unique_name
+from extras.loggers.shared import folder_of_runs, read_table, unique_name
 from framework.loggers.sink import RunInfo, replay
-from framework.runs.media import Media, read_table
+from framework.runs.media import Media
 from framework.runs.metrics_file import Row, best_of_monitor, scalars
 
 

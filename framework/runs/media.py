@@ -1,6 +1,5 @@
 """The media of a run: pictures, sounds, tables and texts, as files `media/NAME/step_STEP.SUFFIX` in the run's directory."""
 
-import csv
 import math
 import re
 from pathlib import Path
@@ -46,9 +45,3 @@ def remove_media(folder: Path, *, after: int) -> None:
     for item in list_media(folder):
         if item.step > after:
             item.path.unlink()
-
-
-def read_table(path: Path) -> list[list[str]]:
-    """Return the lines of a table; the first has the names of the columns."""
-    with open(path, newline="") as file:
-        return list(csv.reader(file))
