@@ -126,7 +126,7 @@ def channels_last() -> Iterator[tuple[str, Side, Side]]:
 def compiled() -> Iterator[tuple[str, Side, Side]]:
     for name, model, inputs, targets in models_and_data():
         other = copy.deepcopy(model)
-        compile_blocks(blocks_of(other) or [other], folder=Path(tempfile.mkdtemp()))
+        compile_blocks(blocks_of(other) or [other], folder=Path(tempfile.mkdtemp()), mode=None, dynamic=False)
         yield f"trainer.compile=true (not a default), {name}", step_of(model, inputs, targets), step_of(other, inputs, targets)
 
 

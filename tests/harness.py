@@ -73,7 +73,9 @@ class Ended:
 
     @property
     def directory(self) -> Path:
-        found = [path.parent for path in files_below(self.root, "config.yaml") if "wandb" not in path.parts]  # it has one too
+        found = [
+            path.parent for path in files_below(self.root, "config.yaml") if not {"wandb", "loggers"} & {*path.parts}
+        ]  # they have one too
         assert len(found) == 1, f"{len(found)} run directories in {self.root}: {found}\n{self.output}"
         return found[0]
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.tasks.classification import Classification
+
 
 @torch.no_grad()
 def scale(loop: Any, factor: float) -> None:
@@ -321,3 +323,44 @@ class CountsRight:
             self.right, self.seen = 0.0, 0
             if loop.is_main:
                 (loop.directory / "right.json").write_text(str(self.shares))
+
+
+class Media:
+    """Logs one of each kind of media after each evaluation on val, and a picture in a step; `wrong` is a kind that it makes wrongly."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+
+    def begun(self, loop: Any) -> None:
+        if self.wrong == "early":
+            loop.log_text("early", "before the first step")
+
+    def gradients_ready(self, loop: Any) -> None:
+        loop.log_image("of_step", torch.full((1, 2, 2), loop.loss() / 10))
+
+    def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
+        from matplotlib import pyplot
+
+        if split != "val":
+            return
+        figure, axes = pyplot.subplots(figsize=(1, 1))
+        axes.plot([row["loss"]])
+        loop.log_figure("val/curve", figure)
+        assert not pyplot.get_fignums()
+        colors = torch.linspace(0, 1, 12).view(3, 2, 2) if self.wrong != "image" else torch.zeros(8, 2, 2, 2)
+        loop.log_image("val/colors", colors.to(torch.bfloat16) * row["loss"])
+        loop.log_audio("val/tone", torch.linspace(-1, 1, 80)[None] if self.wrong != "audio" else torch.zeros(3, 80), rate=8000)
+        rows = [[0, "a, b"], [1, row["loss"]]] if self.wrong != "table" else [[0]]
+        loop.log_table("val/words", columns=["number", "word"], rows=rows)
+        loop.log_text("val/text" if self.wrong != "name" else "../text", f"the loss is {row['loss']}\n")
+
+
+class LoggingTask(Classification):
+    """A task that is a part of the loop itself."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.0)
+        self.parts = {"texts": self}
+
+    def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
+        loop.log_text(f"{split}/loss", str(row["loss"]))

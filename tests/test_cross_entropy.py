@@ -185,8 +185,11 @@ def test_compiled_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_task_s_loss_is_compiled_with_the_blocks(has_one: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     done = list[str]()
     monkeypatch.setattr(model_changes, "has_compiler", lambda: has_one)
-    monkeypatch.setattr(model_changes, "compile_blocks", lambda blocks, folder: done.append("blocks"))
-    trainer: Any = SimpleNamespace(compile=True, activation_checkpointing=False, activation_offload=False)
+    monkeypatch.setattr(model_changes, "compile_blocks", lambda blocks, **how: done.append("blocks"))
+    trainer: Any = SimpleNamespace(
+        compile=True, compile_dynamic=False, activation_checkpointing=False, activation_offload=False
+    )
+    run: Any = SimpleNamespace(root=str(tmp_path), dir=str(tmp_path))
     task: Any = SimpleNamespace(compile_loss=lambda: done.append("loss"))
-    model_changes.change_model(torch.nn.Linear(2, 2), trainer, task=task, linear=None, world=World.alone(), compiled=tmp_path)
+    model_changes.change_model(torch.nn.Linear(2, 2), trainer, task=task, linear=None, world=World.alone(), run=run)
     assert done == (["blocks", "loss"] if has_one else [])

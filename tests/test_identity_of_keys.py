@@ -23,7 +23,7 @@ OTHERS = {
     "name": "other", "seed": 1, "global_batch_size": 12, "micro_batch_size": 4, "drop_last": "true", "device": "cpu",
     "invariance": "bitwise", "trainer.max_steps": 7, "trainer.max_epochs": 2, "trainer.eval_every": 3, "trainer.log_every": 3,
     "trainer.limit_batches": 1, "trainer.overfit_batches": 1, "trainer.clip_grad_norm": 0.01, "trainer.clip_grad_value": 1e-4,
-    "trainer.freeze": "[head*]", "trainer.channels_last": "true",
+    "trainer.freeze": "[head*]", "trainer.channels_last": "true", "trainer.log_machine": "true", "trainer.compile_dynamic": "true",
     "trainer.activation_checkpointing": "true", "trainer.activation_offload": "true", "trainer.deterministic": "true",
     "trainer.ema_decay": 0.5, "trainer.early_stopping.patience": 1, "trainer.early_stopping.monitor": "val/accuracy",
     "trainer.early_stopping.mode": "min", "trainer.early_stopping.min_delta": 9.0, "trainer.divergence.limit": 3,

@@ -213,22 +213,29 @@ def test_recomputed_activations_give_the_same_bits(line: list[str], tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
-def test_a_compiled_model_is_compiled_and_has_the_same_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [["true"], ["reduce-overhead", "null"], ["max-autotune", "true"]], ids=lambda how: how[0])
+def test_a_compiled_model_is_compiled_once_for_all_runs_and_has_the_same_losses(how: list[str], tmp_path: Path) -> None:
     def count(trainer: Trainer) -> None:
         from torch._dynamo.utils import counters
 
-        (tmp_path / "graphs").write_text(str(counters["stats"]["unique_graphs"]))
+        found = counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"]
+        (tmp_path / "graphs").write_text(json.dumps(found))
 
     # whole batches only: each other size is one more graph to compile
     line = [*TINY, "dataset.num_train=32", "dataset.num_val=16", "dataset.num_test=16", "trainer.max_epochs=4"]
     plain = finished(*line, root=tmp_path / "plain")
-    line = [*line, "trainer.compile=true"]
-    run = finished(*line, root=tmp_path / "runs", before=lambda: after_each(Trainer, "fit", count))
-    assert int((tmp_path / "graphs").read_text()) > 0
+    keys = (f"trainer.{key}={value}" for key, value in zip(("compile", "compile_dynamic"), how))
+    line, counted = [*line, *keys], lambda: after_each(Trainer, "fit", count)
+    run = finished(*line, root=tmp_path / "runs", before=counted, timeout_s=300)
+    num_graphs, num_hits = json.loads((tmp_path / "graphs").read_text())
+    assert num_graphs > 0 and num_hits == 0
     assert run.weights.keys() == plain.weights.keys()
     for mine, other in zip(run.rows, plain.rows, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    command(*line, "seed=1", root=tmp_path / "runs", before=counted)
+    assert json.loads((tmp_path / "graphs").read_text()) == [num_graphs, num_graphs]
 
 
 def test_without_a_compiler_a_warning_says_so_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ MALFORMED: dict[str, list[str]] = {
     "optimizer.lr=fast": ["optimizer.lr: 'fast' is not valid (a number)"],
     "optimizer.betas=[0.9,a]": ["optimizer.betas: [0.9, 'a'] is not valid (a list of numbers, as in [0.9, 0.99])"],
     "model.channels=32": ["model.channels: 32 is not valid (a list of integers, as in [1, 2])"],
-    "trainer.compile=1": ["trainer.compile: 1 is not valid (true or false; did you mean true?)"],
+    "trainer.compile=1": ["trainer.compile: 1 is not valid (true or false, or one of reduce-overhead, max-autotune)"],
     "dataset=text dataset.pattern=3": ["dataset.pattern: 3 is not valid (text, or a list of texts, as in [a, b]; did you mean \"dataset.pattern='3'\"?)"],
     # out of range
     "seed=-1": ["seed: -1 is out of range (at least 0)"],

@@ -24,10 +24,11 @@ from framework.runtime.exits import Unfit
 from framework.tasks.classification import Classification
 from framework.tasks.language_modeling import LanguageModeling
 from framework.training.loop import Trainer
+from framework.training.machine import Machine
 from framework.training.metrics import Metrics
 from framework.training.speed import PARTS, Speed
 from framework.training.tracking import Patience, Tracker
-from tests.harness import before_each, checked, command, finished, together
+from tests.harness import before_each, checked, command, exact_rows, finished, together
 from tests.test_loop import GPT, TINY, rows_of
 from tests.test_resume import after_step, crash
 
@@ -292,3 +293,27 @@ def test_every_number_of_a_row_is_in_the_documentation(tmp_path: Path) -> None:
     documented = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
     assert names - documented == {"split"}
     assert run.summary["memory_gib"]
+
+
+def test_the_use_of_the_machine_is_in_the_training_rows_if_it_is_asked_for(tmp_path: Path) -> None:
+    line = [*TINY, "parallel=ddp", "launch.nproc_per_node=2"]
+    plain = finished(*line, root=tmp_path / "plain")
+    run = finished(*line, "trainer.log_machine=true", root=tmp_path / "runs")
+    assert run.directory.name == plain.directory.name and exact_rows(run) == exact_rows(plain)
+    for before, row in zip(plain.rows, run.rows, strict=True):
+        is_train = row["split"] == "train"
+        assert row.keys() - before.keys() == ({"cpu_cores", "resident_gib", "disk_free_gib"} if is_train else set())
+        assert not is_train or (0 <= row["cpu_cores"] < 64 and 0.1 < row["resident_gib"] < 100 and row["disk_free_gib"] > 0)
+
+
+def test_the_use_of_gpus_is_a_mean_and_their_memory_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 40)
+    world: Any = SimpleNamespace(
+        device=torch.device("cuda", 1), world_size=2, agreement=SimpleNamespace(sum=lambda values: 2 * values)
+    )
+    machine = Machine(tmp_path, world=world)
+    for found in (None, object()):  # without nvidia-ml-py, and with it
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
+        row = machine.columns()
+        assert row["gpu_memory_gib"] == 140 and row.get("gpu_use") == (0.4 if found else None)

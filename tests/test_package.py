@@ -59,7 +59,7 @@ def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
     told = Parser().parsestr(metadata.read_text())
     extras = {
         "wandb", "tensorboard", "mlflow", "slurm", "search", "metrics", "data", "object-store", "export", "lightning", "mpi", "float8",
-        "all",
+        "all", "trackio", "comet", "clearml", "swanlab", "aim",
     }  # fmt: skip
     assert set(told.get_all("Provides-Extra") or ()) == extras
     assert any(re.match(r"torch\b.*2\.11.*2\.14|torch\b.*2\.14.*2\.11", one) for one in told.get_all("Requires-Dist") or ())
@@ -115,6 +115,7 @@ def test_a_run_moves_from_a_checkout_to_an_installation_and_back(environment: Pa
     [
         (["logger=wandb"], "wandb", "wandb"),
         (["logger=tensorboard"], "tensorboard", "tensorboard"),
+        (["logger=comet"], "comet_ml", "comet"),
         (["launch=slurm"], "submitit", "slurm"),
         (["-m", "seed=0,1", "hydra/sweeper=optuna"], "optuna", "search"),
         (["run.mirror=s3://bucket/runs"], "s3fs", "object-store"),

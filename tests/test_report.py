@@ -15,10 +15,13 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
+from framework.runs.media import write_media
 from framework.runs.report import RunReader, find_runs, write_page
+from framework.training.encoding import png_of_pixels
 from tests.harness import command, finished, refused
 from tests.test_loop import TINY
 
@@ -228,6 +231,10 @@ def test_a_chosen_run_has_its_configuration_and_predictions_and_nothing_in_files
     (tmp_path / "a" / "predictions" / "test.jsonl").write_text("".join(lines))
     Image.new("RGB", (16, 8), "#ff00ff").save(tmp_path / "a" / "predictions" / "test.png")
     (tmp_path / "a" / "predictions" / "val.png").write_text("<svg onload='window.hacked = 1'>")
+    for step, content in ((1, "early"), (12, f"late {SCRIPT}")):
+        write_media(tmp_path / "a" / "media", "val/words", content.encode(), suffix=".txt", step=step)
+    write_media(tmp_path / "a" / "media", "val/colors", png_of_pixels(torch.zeros(3, 5)), suffix=".png", step=12)
+    write_media(tmp_path / "a" / "media", "val/fake", b"<svg onload='window.hacked = 1'>", suffix=".png", step=12)
     report(tmp_path)
     page = Page(driver, tmp_path / "report.html", {"all": True, "chosen": ["a"]})
     assert sorted(page.column(1)) == sorted([IMAGE, SCRIPT, "a", "b\ufffdc"]) and set(page.column(2)) == {SCRIPT}
@@ -243,14 +250,14 @@ def test_a_chosen_run_has_its_configuration_and_predictions_and_nothing_in_files
     )
     assert all(f"extra.{name} 7" in text for name in names) and "native code" not in text and "[object" not in text
     assert [page.script("return [arguments[0].naturalWidth, arguments[0].naturalHeight]", one) for one in page.find("img")] == [
-        [16, 8]
+        [16, 8],
+        [5, 3],
     ]
+    assert f"val/colors, step 12 val/words, step 12 late {SCRIPT} configuration" in text and "early" not in text
     assert page.script("return window.hacked") is None and page.errors == []
     assert page.find("body script:not(#data):not(:last-of-type)") == []
-    assert page.script("return performance.getEntriesByType('resource').map((entry) => entry.name)") in (
-        [],
-        [page.find("img")[0].get_attribute("src")],
-    )
+    loaded = page.script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert set(loaded) <= {picture.get_attribute("src") for picture in page.find("img")}
 
 
 def test_of_many_runs_the_best_are_colored_and_their_rows_are_all_there(driver: Any, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_run_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: 
     run = finished(*RUN, *more, *sinks, root=tmp_path / "runs", before=note_unpickling(tmp_path / "found"), with_curves=True)
     assert "continuing from" in run.output
     found = [text for text in (tmp_path / "found").read_text().split(END) if text] if (tmp_path / "found").exists() else []
-    # what the run has compiled, in its own folder, is torch's pickles
+    # what runs have compiled, in their own folder, is torch's pickles
     strange = [text for text in found if not more or "torch/_inductor" not in text and "torch/_functorch" not in text]
     assert not strange, strange[0]
 
@@ -113,10 +113,12 @@ def test_compiled_programs_in_a_folder_that_others_can_write_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    used = []
-    for folder in ("open", "own"):
-        compile_into(tmp_path / folder, num_versions=8)
-        used.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert used[0] != str(tmp_path / "open") and used[1] == str(tmp_path / "own")
+
+    def used() -> str:
+        compile_into(tmp_path, num_versions=8)
+        return os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+    own = used()
+    assert Path(own).parent == tmp_path and used() == own
+    Path(own).chmod(0o777)
+    assert used() != own

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Ended, assert_same_bits, checked, command, finished, once
+from tests.harness import Ended, assert_same_bits, command, finished, once
 from tests.test_evaluate import evaluated, measured
 from tests.test_resume import after_step, crash
 from tests.test_zoo import line
@@ -31,15 +31,15 @@ def check(strategy: str, *, expected: Ended, compiled: Path, folder: Path) -> fl
     Return the loss of the first step.
     """
     words = words_of("trainer.compile=true", *STRATEGIES[strategy])
-    where = Path("default", checked(*words).run.id, "compiled")
     if compiled.exists():
-        shutil.copytree(compiled, folder / "cut" / where)
+        shutil.copytree(compiled, folder / "cut")
     assert command(*words, root=folder / "cut", before=after_step(3, crash), timeout_s=300).code < 0
     programs = compiled_at(folder / "cut")
     cut = finished(*words, root=folder / "cut", timeout_s=300)
     assert programs and compiled_at(folder / "cut") == programs
-    shutil.copytree(folder / "cut" / where, folder / "whole" / where)
-    shutil.copytree(folder / "cut" / where, compiled, dirs_exist_ok=True)
+    (programs_of_runs,) = (folder / "cut").glob(".compiled-*")
+    for root in (folder / "whole", compiled):
+        shutil.copytree(programs_of_runs, root / programs_of_runs.name, dirs_exist_ok=True)
     whole = finished(*words, root=folder / "whole", timeout_s=300)
     assert_same_bits(cut, whole)
     ours, theirs = ([row["loss"] for row in run.rows if row["split"] == "train"] for run in (whole, expected))

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from extras.loggers.shared import folder_of_runs
 from framework.config.identity import flat
-from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, best_of_monitor, iterate_rows, scalars
+from framework.loggers.sink import RunInfo, replay
+from framework.runs.media import Media
+from framework.runs.metrics_file import Row, best_of_monitor, scalars
 
 _MOST_METRICS = 1000  # per request
 _LONGEST_PARAMETER = 6000  # in characters
@@ -55,8 +57,8 @@ class MLflow:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        path, given = run.directory.resolve(), self.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        root = path.parents[1] if path.name == run.run_id else path  # otherwise run.dir is in another place
+        given = self.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        root = folder_of_runs(run)
         self._client = MlflowClient(given or f"sqlite:///{_database(root)}")
         self._info = run
         artifacts = None if given else str(root / "mlartifacts")  # beside the database, not in the working directory
@@ -71,8 +73,7 @@ class MLflow:
         made = self._client.create_run(experiment, run_name=f"{run.name}/{run.run_id}", tags=self._tags(run))
         self._id = made.info.run_id
         self._log_parameters(run.config)
-        for row in iterate_rows(run.directory / "metrics.jsonl", until=run.step):
-            self.log(row)
+        replay(self, run)
 
     def _tags(self, run: RunInfo) -> dict[str, str]:
         commit = {"mlflow.source.git.commit": run.commit} if run.commit else {}
@@ -93,6 +94,9 @@ class MLflow:
         found = [Metric(_name(name), value, now, row["step"]) for name, value in scalars(row).items()]
         for start in range(0, len(found), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=found[start : start + _MOST_METRICS])
+
+    def media(self, item: Media) -> None:
+        self._client.log_artifact(self._id, str(item.path), f"media/{item.name}")
 
     def close(self, summary: dict[str, Any]) -> None:
         from mlflow.entities import Metric

@@ -1,5 +1,6 @@
 """Weights & Biases: one wandb run for all ranks and all resumes of a run."""
 
+import html
 import json
 import netrc
 import os
@@ -9,8 +10,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from framework.loggers.sink import RunInfo
-from framework.runs.metrics_file import Row, histograms, iterate_rows, scalars
+from extras.loggers.shared import read_table
+from framework.loggers.sink import RunInfo, replay
+from framework.runs.media import Media
+from framework.runs.metrics_file import Row, histograms, scalars
 from framework.runtime.log import LOGGER
 
 
@@ -53,8 +56,7 @@ class Wandb:
         self._info = run
         # Earlier rows that wandb does not have. Offline these are all rows, because each start writes a new file, and a kill
         # loses unwritten rows. Online these are the rows that were not sent.
-        for row in iterate_rows(run.directory / "metrics.jsonl", until=run.step):
-            self.log(row)
+        replay(self, run, first=self._run.starting_step)
         if self.log_code:
             self._log_code(run)
 
@@ -91,6 +93,23 @@ class Wandb:
             shown = {tag: wandb.Histogram(np_histogram=(np.array(found.counts), np.array(found.edges)))
                      for tag, found in histograms(row).items()}  # fmt: skip
             self._run.log({**scalars(row), **shown}, step=row["step"])
+
+    def media(self, item: Media) -> None:
+        if item.step >= self._run.starting_step:
+            import wandb
+
+            def table() -> Any:
+                columns, *rows = read_table(item.path)
+                return wandb.Table(columns=[*columns], data=rows)
+
+            path = str(item.path)
+            shown = {
+                "image": lambda: wandb.Image(path),
+                "audio": lambda: wandb.Audio(path),
+                "table": table,
+                "text": lambda: wandb.Html(f"<pre>{html.escape(item.path.read_text())}</pre>"),
+            }
+            self._run.log({item.name: shown[item.kind]()}, step=item.step)
 
     def _log_code(self, run: RunInfo) -> None:
         """Send the user's modules that the run reaches."""

@@ -1,14 +1,15 @@
 """The construction of the stop-watch that measures a run's speed."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Literal
 
 from torch import nn
 
 from framework.build import components
+from framework.config.trainer import TrainerSection
 from framework.distributed.world import World
 from framework.modules import flops
+from framework.runs.directory import RunDirectory
+from framework.training.machine import Machine
 from framework.training.profile import Profile
 from framework.training.speed import Speed
 
@@ -19,23 +20,21 @@ def stopwatch(
     *,
     world: World,
     precision: str,
-    profile: tuple[bool | Literal["all"], Path],
+    trainer: TrainerSection,
+    directory: RunDirectory,
 ) -> Speed:
-    """Return the stop-watch of a run. The operations of `model()` are counted only if the device's peak is known.
-
-    `profile` says whether steps are traced, and into which folder.
-    """
+    """Return the stop-watch of a run. The operations of `model()` are counted only if the device's peak is known."""
     batch, needed = components.example(info), None
     peak = flops.peak_flops(world.device, precision=precision)
     if peak is not None and batch is not None:
         needed = flops.flops_per_sample(model(), batch)
         peak *= world.world_size * len(world.devices)
-    setting, folder = profile
-    is_profiled = setting == "all" or (setting and world.rank == 0)
+    is_profiled = trainer.profile == "all" or (trainer.profile and world.rank == 0)
     return Speed(
         world.device,
         tokens_per_sample=info.get("seq_len"),
         flops_per_sample=needed,
         peak_flops=peak,
-        profile=Profile(folder, world=world) if is_profiled else None,
+        profile=Profile(directory.profile, world=world) if is_profiled else None,
+        machine=Machine(directory.path, world=world) if trainer.log_machine else None,
     )

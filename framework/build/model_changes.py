@@ -5,6 +5,7 @@ from typing import Literal
 
 from torch import nn
 
+from framework.config.schema import RunSection
 from framework.config.trainer import TrainerSection
 from framework.distributed.world import World
 from framework.engine.seam import Task
@@ -17,9 +18,9 @@ from framework.runtime.torch_compiler import has_compiler
 
 
 def change_model(
-    model: nn.Module, trainer: TrainerSection, *, task: Task, linear: Literal["float8"] | None, world: World, compiled: Path
+    model: nn.Module, trainer: TrainerSection, *, task: Task, linear: Literal["float8"] | None, world: World, run: RunSection
 ) -> None:
-    """Change the model in place; names and parameters stay the same. `compiled` is the folder for compiled code.
+    """Change the model in place; names and parameters stay the same. Compiled code is in `run.root`, for all runs there.
 
     With trainer.compile, also call the task's `compile_loss`, if it has this method.
     """
@@ -30,7 +31,9 @@ def change_model(
     if world.rank == 0 and (trainer.activation_checkpointing or trainer.compile):
         LOGGER.info("the model's blocks: %s", description(blocks, model))
     if trainer.compile and has_compiler():
-        compile_blocks(blocks or [model], folder=compiled)
+        mode = trainer.compile if isinstance(trainer.compile, str) else None
+        folder = Path(run.root if Path(run.dir).is_relative_to(run.root) else run.dir)
+        compile_blocks(blocks or [model], folder=folder, mode=mode, dynamic=trainer.compile_dynamic)
         if callable(compile_loss := getattr(task, "compile_loss", None)):
             compile_loss()
     elif trainer.compile and world.rank == 0:

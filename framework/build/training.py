@@ -137,9 +137,7 @@ class Builder:
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
         give_example(module, forward.example)
-        change_model(
-            module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=self.directory.compiled
-        )
+        change_model(module, config.trainer, task=self.task, linear=precision.linear, world=self.world, run=config.run)
         links = chain_of(module)
         forward.key_draws(links or repeated(module), are_all=bool(links))
         if self.is_sent:
@@ -244,7 +242,7 @@ class Builder:
             plan=plan,
             tracker=self.tracker(),
             speed=self.stopwatch(),
-            parts=self.parts(engine, update, total_steps=plan.total_steps, splits=splits, directory=self.directory.path),
+            parts=self.parts(engine, update, total_steps=plan.total_steps, splits=splits, recorder=recorder),
         )
 
     def tracker(self) -> Tracker:
@@ -253,13 +251,13 @@ class Builder:
         return Tracker(monitor=saving.monitor, mode=saving.direction, patience=patience, derive=derive, metrics=self.metrics)
 
     def parts(
-        self, engine: Engine, update: Update, *, total_steps: int, splits: Splits, directory: Path,
+        self, engine: Engine, update: Update, *, total_steps: int, splits: Splits, recorder: Recorder,
         blame: Blame = lambda name: nullcontext(),
     ) -> LoopParts:  # fmt: skip
         """Build the run's parts, at step 0. Collective."""
         loop = Loop(
             world=self.world, engine=engine, task=self.task, dataset=self.dataset, splits=splits, update=update,
-            directory=directory, seed=self.config.seed, total_steps=total_steps,
+            directory=recorder.directory.path, seed=self.config.seed, total_steps=total_steps, recorder=recorder,
             progress=Progress(step=0, samples_seen=0, wall_s=0.0),
         )  # fmt: skip
         parts = components.loop_parts(self.config.part)
@@ -290,6 +288,7 @@ class Builder:
         )  # fmt: skip
 
     def stopwatch(self) -> Speed:
-        config, profile = self.config, (self.config.trainer.profile, self.directory.profile)
-        model = partial(components.shapes_of, config.model, seed=config.seed)
-        return stopwatch(model, self.dataset.info, world=self.world, precision=config.precision.name, profile=profile)
+        config, directory = self.config, self.directory
+        model, precision = partial(components.shapes_of, config.model, seed=config.seed), config.precision.name
+        info, trainer = self.dataset.info, config.trainer
+        return stopwatch(model, info, world=self.world, precision=precision, trainer=trainer, directory=directory)

@@ -73,6 +73,8 @@ def _of_trainer(node: Mapping[str, Any]) -> Iterator[str]:
         yield "early_stopping"
     if stopping.get("patience") is None or not str(stopping.get("monitor")).startswith("train/"):
         yield "log_every"  # nothing that decides reads the rows
+    if not node.get("compile") or node.get("compile_dynamic") is False:
+        yield "compile_dynamic"
     if divergence.get("action") != "rollback":
         yield "divergence.back"
     if divergence.get("action") == "raise":

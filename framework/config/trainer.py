@@ -41,6 +41,9 @@ class TrainerSection(Section):
         100, "optimizer steps between evaluations, or 1ep, 5000samples, 8000tokens, 10min; null = only at the end"
     )
     log_every: Positive = setting(10, "optimizer steps between training rows")
+    log_machine: bool = setting(
+        False, "columns of the training rows for what the run uses of CPUs, GPUs, memory and disk", execution=True
+    )
     limit_batches: Positive | None = setting(None, "batches of an epoch, and of an evaluation; null = all")
     overfit_batches: Positive | None = setting(
         None, "train only on so many batches, repeatedly, and evaluate on the same batches; null = off"
@@ -55,7 +58,12 @@ class TrainerSection(Section):
     channels_last: bool | None = setting(
         None, "give the model images in channels-last order, which is faster on tensor cores; null = off", execution=True
     )
-    compile: bool = setting(False, "torch.compile the model's blocks, and the loss of task=language_modeling")
+    compile: bool | Literal["reduce-overhead", "max-autotune"] = setting(
+        False, "torch.compile the model's blocks, and the loss of task=language_modeling; or with a mode of torch.compile"
+    )
+    compile_dynamic: bool | None = setting(
+        False, "with compile: a program for each shape (false), one for any shape (true), or as torch.compile decides (null)"
+    )
     activation_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["operations"] = setting(
         False,
         "recompute the blocks' activations in the backward pass; N = of every Nth block; operations = all except products",

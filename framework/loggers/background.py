@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from framework.loggers.sink import RunInfo, Samples, Sink
+from framework.runs.media import Media
 from framework.runs.metrics_file import numbers_of
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION, die_with_parent
@@ -54,6 +55,9 @@ class Background:
 
     def log(self, row: dict[str, Any]) -> None:
         self._send("log", row)
+
+    def media(self, item: Media) -> None:
+        self._send("media", item._asdict() | {"path": str(item.path)})
 
     def close(self, summary: dict[str, Any]) -> None:
         self._send("close", summary)
@@ -162,4 +166,7 @@ def _take_calls(socket: socket.socket, sink: Sink) -> None:
                 argument = RunInfo(**argument | {"directory": Path(argument["directory"]), "samples": samples})
             if method == "log" and not getattr(sink, "takes_lists", False):
                 argument = numbers_of(argument)
-            getattr(sink, method)(argument)
+            if method == "media":
+                argument = Media(**argument | {"path": Path(argument["path"])})
+            if method != "media" or hasattr(sink, "media"):
+                getattr(sink, method)(argument)

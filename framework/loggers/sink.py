@@ -1,8 +1,13 @@
 """The interface of loggers: a sink receives a run's rows. Only rank 0 has sinks."""
 
+import heapq
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
+
+from framework.runs.media import list_media
+from framework.runs.metrics_file import iterate_rows, numbers_of
 
 
 @dataclass(frozen=True)
@@ -46,5 +51,17 @@ class Sink(Protocol):
     def log(self, row: dict[str, Any]) -> None:
         """Receive the numbers of one row of metrics.jsonl. If the sink's `takes_lists` is true, receive its lists too."""
 
+    # A sink may also have `media(item)`, which receives what a part has logged (framework/runs/media.py)
+
     def close(self, summary: dict[str, Any]) -> None:
         """Stop recording. `summary` is the content of summary.json. `open` may follow, for an earlier step."""
+
+
+def replay(sink: Any, run: RunInfo, *, first: int = 0) -> None:
+    """Let a sink take the rows and the media of the steps from `first` to `run.step` again, in the order of the steps."""
+    shown = (lambda row: row) if getattr(sink, "takes_lists", False) else numbers_of
+    rows = ((row["step"], sink.log, shown(row)) for row in iterate_rows(run.directory / "metrics.jsonl", until=run.step))
+    found = list_media(run.directory / "media", until=run.step) if hasattr(sink, "media") else []
+    for step, take, record in heapq.merge(rows, ((item.step, sink.media, item) for item in found), key=itemgetter(0)):
+        if step >= first:
+            take(record)

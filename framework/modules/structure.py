@@ -76,16 +76,16 @@ def _expected(pattern: str, model: nn.Module) -> str:
     return nearest_name(pattern, [*of_modules, *names])
 
 
-def compile_blocks(units: Sequence[nn.Module], *, folder: Path) -> None:
+def compile_blocks(units: Sequence[nn.Module], *, folder: Path, mode: str | None, dynamic: bool | None) -> None:
     """Compile a model's blocks, or the whole model, in place: names do not change, and equal blocks are compiled once.
 
-    Compiled code is stored in `folder`, where a restart finds it. Each shape is compiled separately: with one program for any
-    shape, another number of processes would compute with another program.
+    Compiled code is stored below `folder`, where a restart and other runs find it. With `dynamic` False, each shape is compiled
+    separately: with one program for any shape, another number of processes may compute with another program.
     """
     compile_into(folder, num_versions=8 * (1 + len(units)))
     for block in units:
         # not block.compile(): for torch's own modules, such as nn.Sequential, it silently does nothing
-        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, mode=mode, dynamic=dynamic)  # type: ignore[method-assign]
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from framework.runtime.secrets import redact
 
 RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
 _FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json")
-_FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "slurm", "profile", "compiled")
+_FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "slurm", "profile", "compiled", "media", "loggers")
 _BESIDE = (".eval", ".predict", ".export")  # folders of commands that work on a run, which may be active
 
 
@@ -41,7 +41,7 @@ class RunDirectory:
         self.export = path / "export"
         self.predictions = path / "predictions"
         self.profile = path / "profile"
-        self.compiled = path / "compiled"
+        self.media = path / "media"
 
     def beside(self) -> list["RunDirectory"]:
         """Return the folders of evaluations, predictions and exports of the run."""

@@ -17,7 +17,7 @@ Row = dict[str, Any]  # numbers by name; a row of a file may also have lists of 
 # Values from a clock or from the machine. They differ each time, and between ways to execute a run.
 MACHINE = (
     "samples_per_s", "tokens_per_s", "step_s", "data_s", "data_share", "forward_backward_s", "optimizer_s", "checkpoint_s",
-    "mfu", "memory_gib", "goodput",
+    "mfu", "memory_gib", "goodput", "cpu_cores", "resident_gib", "gpu_use", "gpu_memory_gib", "disk_free_gib",
 )  # fmt: skip
 NOT_CURVES = ("step", "split", "epoch", "lr", "grad_norm", *MACHINE)
 MAXIMISED = ("accuracy", "top5")  # known metrics for which a larger value is better

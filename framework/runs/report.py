@@ -22,6 +22,7 @@ from framework.config.identity import is_below
 from framework.runs.compare import environment_of
 from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.history import Series, read_history
+from framework.runs.media import list_media
 from framework.runs.metrics_file import number
 from framework.runs.provenance import Provenance
 from framework.runs.settings import TextByKey, differing, execution_of, read_config, settings_of, with_options
@@ -53,6 +54,7 @@ class ReportedRun:
     origin: dict[str, str]  # of the latest start: command, commit, packages, ...; empty without a record
     predictions: dict[str, list[dict[str, Any]]]  # the first lines of each file of mode=predict, by the file's name
     pictures: dict[str, bytes]  # PNG pictures of these samples, by the same names
+    media: list[tuple[str, str, str]]  # the latest pictures (in base64) and texts that parts have logged: title, kind, content
 
 
 def find_runs(root: Path) -> list[Path]:
@@ -98,7 +100,14 @@ class RunReader:
 
 def _files_of(directory: RunDirectory) -> list[Path]:
     path = directory.path
-    return [path / "config.yaml", path / "provenance.json", directory.metrics, directory.summary, directory.predictions]
+    return [
+        path / "config.yaml",
+        path / "provenance.json",
+        directory.metrics,
+        directory.summary,
+        directory.predictions,
+        directory.media,
+    ]
 
 
 def _version_of(path: Path) -> tuple[int, ...]:
@@ -141,6 +150,7 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
         origin=_read_origin(directory.path),
         predictions=_read_predictions(directory.predictions),
         pictures=_read_pictures(directory.predictions),
+        media=_read_media(directory.media),
     )
 
 
@@ -172,9 +182,25 @@ def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _read_pictures(folder: Path) -> dict[str, bytes]:
-    paths = [path for path in _plain_files(folder, "*.png") if path.stat().st_size <= _LARGEST_PICTURE]
-    found = {printable(path.stem): path.read_bytes() for path in paths}
-    return {name: content for name, content in found.items() if content.startswith(_PNG)}
+    return {printable(path.stem): content for path in _plain_files(folder, "*.png") if (content := _read_picture(path))}
+
+
+def _read_picture(path: Path) -> bytes:
+    """Return a small PNG picture; b"" for another file."""
+    content = path.read_bytes() if path.stat().st_size <= _LARGEST_PICTURE else b""
+    return content if content.startswith(_PNG) else b""
+
+
+def _read_media(folder: Path) -> list[tuple[str, str, str]]:
+    latest = {} if folder.is_symlink() else {(item.name, item.kind): item for item in list_media(folder)}
+    shown = []
+    for (name, kind), item in sorted(latest.items()):
+        content = base64.b64encode(_read_picture(item.path)).decode() if kind == "image" else ""
+        if kind == "text":
+            with open(item.path, errors="replace") as file:
+                content = "\n".join(map(printable, file.read(_LONGEST_LINE).splitlines()))
+        shown += [(printable(f"{name}, step {item.step}"), kind, content)] if content else []
+    return shown
 
 
 def _shown_of(line: bytes) -> dict[str, Any]:
@@ -259,6 +285,7 @@ def _content_of(run: ReportedRun, own: TextByKey, grids: dict[tuple[int, ...], i
         "own": own,
         "origin": run.origin,
         "predictions": run.predictions,
+        "media": run.media,
         "pictures": {name: base64.b64encode(content).decode() for name, content in run.pictures.items()},
     }
 

@@ -57,9 +57,8 @@ def shown(value: Any) -> str:
 
 
 _MODULES = {
-    "wandb": ["wandb"],
-    "tensorboard": ["tensorboard"],
-    "mlflow": ["mlflow"],
+    **{name: [name] for name in ("wandb", "tensorboard", "mlflow", "trackio", "clearml", "swanlab", "aim")},
+    "comet": ["comet_ml"],
     "slurm": ["submitit"],
     "search": ["optuna"],
     "export": ["onnx", "onnxscript", "onnxruntime"],

@@ -1,8 +1,9 @@
-"""torch's compiler. Its caches belong to the run.
+"""torch's compiler. All runs below one root share its caches.
 
 This file has names of torch that are not public, like `torch_internals`.
 """
 
+import hashlib
 import importlib
 import os
 import tempfile
@@ -28,16 +29,19 @@ def has_compiler() -> bool:
 
 
 def compile_into(folder: Path, *, num_versions: int) -> None:
-    """Make torch.compile keep its results only in this folder, and compile up to `num_versions` versions of a function.
+    """Make torch.compile keep its results only below this folder, and compile up to `num_versions` versions of a function.
 
     The caches are pickles. By default they are in a folder in /tmp with a name that anybody can guess. A folder that other
-    users can write is not used. Above its limit of versions (8), torch silently stops compiling; a network with more shapes
-    would reach this limit.
+    users can write is not used. Each user and kind of CPU has its own: compiled code uses any instruction of its CPU. Above its
+    limit of versions (8), torch silently stops compiling; a network with more shapes would reach this limit.
     """
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
 
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    instructions = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    folder /= f".compiled-{os.getuid()}-{hashlib.sha256(instructions.encode()).hexdigest()[:8]}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:  # another user could put a pickle there

@@ -1,6 +1,7 @@
 """The view of the loop that the parts of a run get."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from framework.engine.sums import Sums, means, weight_of
 from framework.modules.tensors import Tree, gradient_of, map_tensors, whole
 from framework.optim.update import AveragedWeights, Update
 from framework.randomness import generator_states, set_generator_states
+from framework.runs.media import NAME
+from framework.training import encoding
 from framework.training.evaluation import totals
+from framework.training.recorder import Recorder
 
 
 class Loop:
@@ -27,7 +31,7 @@ class Loop:
 
     def __init__(
         self, *, world: World, engine: Engine, task: Task, dataset: Dataset, splits: Splits, update: Update,
-        directory: Path, seed: int, total_steps: int, progress: Progress,
+        directory: Path, seed: int, total_steps: int, progress: Progress, recorder: Recorder,
     ) -> None:  # fmt: skip
         self.engine, self.task, self.dataset, self.splits = engine, task, dataset, splits
         self.optimizer, self.directory = update.optimizer, directory
@@ -36,7 +40,9 @@ class Loop:
         self.split = ""  # the split that is or was last measured
         self.stopped = ""  # why a part has ended the run
         self.is_ending = False  # the run is to end after this step: the last step, or stopped by a part or early stopping
-        self._world, self._update = world, update
+        self.has_begun = False  # every part has had `begun`
+        self.step_begun = 0  # the number of the step under way, and of its row; `step` is less until it is taken
+        self._world, self._update, self._recorder = world, update, recorder
         self._buffers = Buffers(*(module for module in (engine.module, engine.task) if module is not None))
         self._sums: Sums = {}
         self._under_way = Step(0, 1, [])
@@ -159,6 +165,40 @@ class Loop:
         outputs = self.engine.outputs(map_tensors(lambda tensor: tensor.to(self.device), inputs))
         set_generator_states(states, devices=[self.device])  # so that the part's own draws continue
         return outputs
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Log a picture, or a batch of pictures as a grid: see `png_of_pixels` in framework/training/encoding.py.
+
+        This and the other `log_` methods write media/NAME/step_STEP.* in the run's directory, and send it to the loggers. The
+        rank that writes files takes its own arguments, and other ranks do nothing: gather what only they have.
+        """
+        self._log(name, ".png", lambda: encoding.png_of_pixels(image))
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Log a figure of matplotlib as a picture, and close it if pyplot holds it."""
+        self._log(name, ".png", lambda: encoding.png_of_figure(figure))
+        if pyplot := sys.modules.get("matplotlib.pyplot"):
+            pyplot.close(figure)
+
+    def log_audio(self, name: str, samples: Any, *, rate: int) -> None:
+        """Log sound of `rate` samples a second: (T,) or (C, T), int16 or floats from -1 to 1."""
+        self._log(name, ".wav", lambda: encoding.wav_of_samples(samples, rate=rate))
+
+    def log_table(self, name: str, *, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table of numbers and texts."""
+        self._log(name, ".csv", lambda: encoding.csv_of_rows(columns, rows))
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text."""
+        self._log(name, ".txt", text.encode)
+
+    def _log(self, name: str, suffix: str, encode: Callable[[], bytes]) -> None:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of media (letters, digits, _, - and ., in parts that / separates)")
+        if not self.has_begun:
+            raise ValueError(f"{name}: logged in begun(), when the run's step is not known yet (log it in a later method)")
+        if self.is_main:
+            self._recorder.log_media(name, encode(), suffix=suffix, step=max(self.step, self.step_begun))
 
     def stop(self, why: str) -> None:
         """End the run after this step as finished, with an evaluation and a checkpoint. One rank's call is enough."""

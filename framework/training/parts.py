@@ -38,6 +38,7 @@ class LoopParts:
         self._shards = {name: p for name, p in loop.trained().items() if hasattr(p, "device_mesh")}
         self._at = {moment: list(self._having(moment)) for moment in (*MOMENTS, "batch", "can_save")}
         self._each("begun")
+        loop.has_begun = True
 
     def _having(self, method: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         return ((name, found) for name, part in self.by_name.items() if callable(found := getattr(part, method, None)))
@@ -60,7 +61,7 @@ class LoopParts:
 
     def begin_step(self, step: Step, *, has_row: bool) -> Step:
         """Start a step, and return it with the parts' changes of its batches."""
-        self.loop.has_row = has_row
+        self.loop.has_row, self.loop.step_begun = has_row, self.loop.step + 1
         self._each("step_begun")
         for name, change in self._at["batch"]:
             changed = []

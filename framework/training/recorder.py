@@ -12,6 +12,7 @@ from framework.distributed.world import World
 from framework.loggers.background import Background
 from framework.loggers.sink import RunInfo, Sink
 from framework.runs.directory import RunDirectory
+from framework.runs.media import remove_media, write_media
 from framework.runs.metrics_file import Mark, MetricsFile, Row, numbers_of
 from framework.runs.provenance import Provenance
 from framework.runtime.log import LOGGER
@@ -46,6 +47,7 @@ class Recorder:
         facts |= {"continued_at": [*before.get("continued_at", []), run.step] if restarts else []}
         self.directory.update_summary(status="running", restarts=restarts, error=None, record_id=self.record_id, **facts)
         self._metrics = MetricsFile(self.directory.metrics, step=run.step, mark=self._mark)
+        remove_media(self.directory.media, after=run.step)
         self._note_code()
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,12 +60,13 @@ class Recorder:
             self._mark = Mark(**state["rows"])
 
     def rewind(self, step: int) -> None:
-        """Remove the rows after `step`, because the run continues from there. Collective."""
+        """Remove the rows and the media after `step`, because the run continues from there. Collective."""
 
         def cut_back() -> None:
             if self._metrics is not None:
                 self._metrics.close()
                 self._metrics = MetricsFile(self.directory.metrics, step=step)
+                remove_media(self.directory.media, after=step)
 
         self._world.agreement.on_rank_0(cut_back, what="the run's record could not be cut back")
         summary = self.directory.read_summary()
@@ -76,6 +79,17 @@ class Recorder:
             self._metrics.log(row)
         numbers = numbers_of(row)
         self._each(lambda sink: sink.log(row if isinstance(sink, Background) else numbers))
+
+    def log_media(self, name: str, content: bytes, *, suffix: str, step: int) -> None:
+        """Write a file of media, and send its name to the loggers. If the disk fails, print a warning; the run continues."""
+        if self._metrics is None:  # in a rehearsal
+            return
+        try:
+            item = write_media(self.directory.media, name, content, suffix=suffix, step=step)
+        except OSError as error:
+            LOGGER.warning("%s of step %d could not be written: %s", name, step, error.strerror)
+        else:
+            self._each(lambda sink: sink.media(item) if isinstance(sink, Background) else None)
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         """Call every sink that works. If a logger fails, print a warning; the run continues."""

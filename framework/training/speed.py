@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from framework.checkpoint.state import Progress
+from framework.training.machine import Machine
 from framework.training.profile import Profile
 
 Phase = Literal["start", "data", "forward_backward", "optimizer", "checkpoint", "evaluation", "loop", "end"]
@@ -30,6 +31,7 @@ class Speed:
     flops_per_sample: float | None = None
     peak_flops: float | None = None
     profile: Profile | None = None
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         is_on_gpu = self.device.type == "cuda"
@@ -63,7 +65,10 @@ class Speed:
         return sum(spent[phase] for phase in (*PARTS, "loop")) / (step - last_step) if step > last_step else 0.0
 
     def row(self, *, step: int, samples_seen: int) -> dict[str, float]:
-        """Return the speed columns of a training row, for the steps since the last row, measured by this rank."""
+        """Return the speed columns of a training row, for the steps since the last row, measured by this rank.
+
+        Collective if there is a `machine`.
+        """
         last_step, last_samples, before = self._at_row
         step_s, num_steps = self.step_s(step=step), step - last_step
         self.begin(step=step, samples_seen=samples_seen)
@@ -76,7 +81,7 @@ class Speed:
             row["tokens_per_s"] = rate * self.tokens_per_sample
         if self.flops_per_sample is not None and self.peak_flops is not None:
             row["mfu"] = rate * self.flops_per_sample / self.peak_flops
-        return row
+        return row | (self.machine.columns() if self.machine is not None else {})
 
     def _of_device(self) -> dict[Phase, float]:
         """Return the seconds per step that the device spent in each phase; in `data`, it waits.

@@ -126,6 +126,8 @@ function drawChosen() {
     ...Object.entries(run.predictions).flatMap(([split, rows]) => [
       ...tableOf(`predictions of ${split}: the first ${rows.length}`, rows.length ? [Object.keys(rows[0]), ...rows.map(Object.values)] : []),
       ...(run.pictures[split] ? [element("img", "", {className: "samples", src: `data:image/png;base64,${run.pictures[split]}`, alt: `these samples of ${split}`})] : [])]),
+    ...run.media.flatMap(([title, kind, content]) => [element("h2", title), kind === "text" ? element("pre", content)
+      : element("img", "", {className: "logged", src: `data:image/png;base64,${content}`, alt: title})]),
     ...tableOf("configuration", Object.entries({...run.own, ...data.common})),
   ] : []))
 }
