@@ -198,7 +198,11 @@ class Loop:
         if not self.has_begun:
             raise ValueError(f"{name}: logged in begun(), when the run's step is not known yet (log it in a later method)")
         if self.is_main:
-            self._recorder.log_media(name, encode(), suffix=suffix, step=max(self.step, self.step_begun))
+            try:
+                content = encode()
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            self._recorder.log_media(name, content, suffix=suffix, step=max(self.step, self.step_begun))
 
     def stop(self, why: str) -> None:
         """End the run after this step as finished, with an evaluation and a checkpoint. One rank's call is enough."""
