@@ -2,7 +2,9 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from framework.runtime.memory import available_memory, machine_memory
@@ -19,10 +21,9 @@ V1 = {
 
 
 def machine(root: Path, *, groups: str, files: dict[str, tuple[str, int, int]], names: dict[str, str]) -> Path:
-    """Write what the kernel shows of 8 GiB: each group's limit, bytes in use, and bytes of these in the file cache."""
+    """Write what the kernel shows of groups: each group's limit, bytes in use, and bytes of these in the file cache."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(groups)
-    (root / "proc/meminfo").write_text(f"MemTotal: 9000000 kB\nMemAvailable: {8 * 2**20} kB\n")
     for folder, (limit, used, cache) in files.items():
         group = root / "sys/fs/cgroup" / folder
         group.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,8 @@ def test_a_container_that_sees_only_its_own_group_has_its_limit(tmp_path: Path) 
     assert (machine_memory(root), available_memory(root)) == (64 * MIB, 4 * MIB)
 
 
-def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
+def test_without_groups_it_is_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 2**30))
     root = machine(tmp_path, groups="", files={}, names=V2)
     assert (machine_memory(root), available_memory(root)) == (PHYSICAL, 8 * 2**30)
     (root / "proc/self/cgroup").unlink()

@@ -1,7 +1,6 @@
 """The rehearsal: before the start, a real batch goes through the whole run, on the CPU and in a separate process."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +18,7 @@ from framework.preflight.continuation import Continuation
 from framework.preflight.findings import Finding, Refused
 from framework.preflight.trial import Trial
 from framework.runtime.log import LOGGER
-from framework.runtime.memory import available_memory
+from framework.runtime.memory import available_memory, cpus
 from framework.runtime.problem import Problem
 
 _LIMIT_S = 120.0
@@ -135,7 +134,7 @@ def _num_threads(build: Builder) -> tuple[int, str]:
     needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * found[0]["count"]
     free = available_memory()
     lack = f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
-    return (1 if found[0]["count"] < _FOR_ONE_THREAD else len(os.sched_getaffinity(0))), lack
+    return (1 if found[0]["count"] < _FOR_ONE_THREAD else len(cpus())), lack
 
 
 def _tried(work: Callable[[], list[Finding]], *, num_threads: int) -> tuple[list[Finding], str]:

@@ -156,8 +156,9 @@ def open_files() -> int:
     soft, hard = (_MANY_FILES if limit == resource.RLIM_INFINITY else limit for limit in limits)
     most = max(soft, min(hard, _MANY_FILES))
     if most > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-    return most
+        with suppress(ValueError):  # a kernel may allow fewer than its limit says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 _MANY_FILES = 1 << 16
@@ -168,13 +169,21 @@ def own_file_positions() -> None:
 
     If two processes then seek and read, each reads where the other has sought. Files that are written keep their locks.
     """
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # the listing's own descriptor; a file that may no longer be opened
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
                 continue
             position = os.lseek(descriptor, 0, os.SEEK_CUR)
-            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+            own = os.open(_path_of(descriptor), os.O_RDONLY)
             os.lseek(own, position, os.SEEK_SET)
             os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
             os.close(own)
+
+
+def _path_of(descriptor: int) -> str | bytes:
+    """Return a path that opens the file of a descriptor anew. OSError if there is none."""
+    if (get_path := getattr(fcntl, "F_GETPATH", None)) is None:  # on Linux, also for a file that has been deleted
+        return f"/proc/self/fd/{descriptor}"
+    found: bytes = fcntl.fcntl(descriptor, get_path, bytes(1024))
+    return found.rstrip(b"\0")

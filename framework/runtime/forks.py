@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO, Any, TypeVar
 
+import psutil
+
 from framework.runtime.exits import is_own_code
 from framework.runtime.files import own_file_positions
 from framework.runtime.preemption import die_with_parent
@@ -59,8 +61,10 @@ def cpu_use(pid: int) -> Use:
             with suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
                 on_cpu, waiting, _ = map(int, file.read().split())
                 used[int(thread)] = on_cpu / 1e9, waiting / 1e9
-    if not used and (fields := stat_of(pid)):
-        used[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), 0.0
+    if not used:
+        with suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            used[pid] = times.user + times.system, 0.0
     return used
 
 
@@ -78,29 +82,30 @@ def busy_s(before: Use, now: Use, *, elapsed_s: float) -> float:
     return busy
 
 
-def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat, from the process's state on. Return [] if the process does not exist."""
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
-    return []
+def status_of(pid: int) -> str:
+    """Return what psutil calls a process's status, as in `stopped`, `zombie` or `disk-sleep`; "" if it does not exist."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return ""
 
 
 def descendants(pid: int) -> list[int]:
     """Return the processes that a process has started, such as its loader processes, and their descendants."""
-    children: list[int] = []
-    with suppress(OSError):  # each thread has its own children
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                children += map(int, file.read().split())
-    return children + [other for child in children for other in descendants(child)]
+    with suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def bytes_read(pid: int) -> int:
-    """Return how much a process has read, by calls of the kernel and by page faults: a slow disk is no hang."""
-    fields, read = stat_of(pid), 0
-    with suppress(OSError), open(f"/proc/{pid}/io") as file:
-        read = int(file.readline().split()[1])
-    return read + int(fields[9]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
+    """Return how much a process has read, by calls of the kernel and by page faults: a slow disk is no hang.
+
+    Return 0 where the kernel does not tell.
+    """
+    with suppress(OSError), open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/io") as file:
+        faults = int(stat.read().rpartition(")")[2].split()[9])
+        return int(file.readline().split()[1]) + faults * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 class Idleness:

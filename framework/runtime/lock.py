@@ -173,6 +173,19 @@ def process_identity(pid: int | None = None) -> dict[str, Any]:
         is_there = state not in ("Z", "X")  # false: the process has ended, but its parent has not waited for it yet
         where = {"pid": pid, "boot": boot.read().strip(), "container": os.readlink("/proc/self/ns/pid")}
         return where | {"started": fields[18]} if is_there else {}
+    return {} if os.path.exists("/proc/self") else _identity_elsewhere(pid)
+
+
+def _identity_elsewhere(pid: int) -> dict[str, Any]:
+    """Return the same on a system without /proc, which has no containers. After a boot, no process has the same start."""
+    import uuid
+
+    import psutil
+
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return {"pid": pid, "boot": f"{uuid.getnode():x}", "container": "", "started": str(process.create_time())}
     return {}
 
 

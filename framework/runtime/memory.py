@@ -1,9 +1,11 @@
-"""The memory that a process may use, and how the C library treats memory that a process frees."""
+"""The CPUs and the memory that a process may use, and how the C library treats memory that a process frees."""
 
 import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from framework.runtime.environment import variables
 
@@ -24,6 +26,12 @@ def keep_freed_memory() -> bool:
     return all([library.mallopt(_M_MMAP_THRESHOLD, 1 << 30), library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)])
 
 
+def cpus() -> list[int]:
+    """Return the numbers of the CPUs that this process may use."""
+    may_use = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return sorted(may_use(0)) if may_use is not None else list(range(os.cpu_count() or 1))
+
+
 def machine_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory of this machine, or of this process's control group (a container, a job) if it has fewer."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(limit for limit, _ in _limits(root))])
@@ -31,8 +39,7 @@ def machine_memory(root: Path = Path("/")) -> int:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that processes can still get, with those that the kernel's file cache would free."""
-    fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    return min([1024 * int(fields["MemAvailable"].split()[0]), *(limit - used for limit, used in _limits(root))])
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits(root))])
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

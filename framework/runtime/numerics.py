@@ -1,11 +1,10 @@
 """Settings of torch for the whole process: the precision of its computations, and its threads."""
 
-import os
-
 import torch
 
 from framework.runtime.environment import node_name, variables
 from framework.runtime.log import LOGGER
+from framework.runtime.memory import cpus
 
 
 def set_numerics(*, matmul: str, deterministic: bool) -> None:
@@ -26,7 +25,7 @@ def set_numerics(*, matmul: str, deterministic: bool) -> None:
 
 def share_cores(num_processes: int) -> None:
     """Give this process its share of the cores as threads. Log a message if this machine has more processes than cores."""
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = len(cpus())
     if num_processes > 1:
         torch.set_num_threads(max(1, num_cores // num_processes))
     if num_processes > num_cores:

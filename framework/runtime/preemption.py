@@ -107,11 +107,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, however the parent dies. (On Linux only; elsewhere a no-op.)"""
+    """Kill this process when its parent dies, however the parent dies: the kernel does it, or, where it does not, a thread."""
     parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except AttributeError:
-        return
+        threading.Thread(target=watch, daemon=True).start()
     if os.getppid() != parent:  # the parent died before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)

@@ -6,6 +6,7 @@ This file has names of torch that are not public, like `torch_internals`.
 import hashlib
 import importlib
 import os
+import platform
 import tempfile
 from pathlib import Path
 
@@ -39,8 +40,9 @@ def compile_into(folder: Path, *, num_versions: int) -> None:
     import torch._functorch.config
     import torch._inductor.config
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    instructions = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    instructions = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     folder /= f".compiled-{os.getuid()}-{hashlib.sha256(instructions.encode()).hexdigest()[:8]}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()

@@ -23,6 +23,7 @@ from framework.runtime.exits import Exit
 from framework.runtime.files import make_directory
 from framework.runtime.forks import begin_child
 from framework.runtime.log import LOGGER
+from framework.runtime.memory import cpus
 from framework.runtime.preemption import PREEMPTION, SIGNALS
 from framework.runtime.slurm import SlurmFailed
 from framework.sweep.jobs import Job, alike_jobs
@@ -40,7 +41,7 @@ class Pool(OwnLauncher):
     """
 
     def __init__(self, n_jobs: Positive | Literal[-1] = 1) -> None:
-        self._cpus = sorted(os.sched_getaffinity(0))
+        self._cpus = cpus()
         self.n_jobs = n_jobs if n_jobs > 0 else len(_devices() or self._cpus)
         # a thread that never computes (framework.runtime.forks.in_new_thread) and lives as long as the jobs, which die with it
         self._forks = ThreadPoolExecutor(1)
@@ -111,9 +112,10 @@ def _run(job: Job, share: JobShare, log: Path | None) -> None:
     if log is not None:
         import torch
 
-        cpus, devices = share
-        os.sched_setaffinity(0, cpus)
-        torch.set_num_threads(min(torch.get_num_threads(), len(cpus)))
+        own, devices = share
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, own)
+        torch.set_num_threads(min(torch.get_num_threads(), len(own)))
         if devices:
             variables()["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

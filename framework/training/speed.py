@@ -1,6 +1,7 @@
 """The speed of a run: the time of each phase of a step, samples and tokens a second, memory. Definitions: docs/metrics.md."""
 
 import resource
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -112,4 +113,4 @@ def peak_memory_gib(devices: list[torch.device]) -> float:
     """Return this process's peak memory: allocated on all its CUDA devices, or resident on a CPU."""
     if devices[0].type == "cuda":
         return sum(torch.cuda.max_memory_allocated(device) for device in devices) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)  # KiB on Linux

@@ -13,7 +13,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-_DUMP = signal.SIGRTMIN + 7  # makes a rank write its stacks; it is not a signal that stops a run
+# makes a rank write its stacks; it is not a signal that stops a run. A Mac has no real-time signals
+_DUMP = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
 _STACK_BYTES = 1 << 21  # enough for 100 threads of 100 frames each, which is faulthandler's limit
 _VERDICT_BYTES = 1 << 16
 _SLOT = struct.Struct("=iqddqq16s")  # the fields of RankSlot after the first two
@@ -157,5 +158,9 @@ def request_stacks(pid: int) -> None:
     The signal goes to the main thread of the rank. Another thread would write only after the main thread had continued.
     """
     with suppress(ProcessLookupError):
-        ctypes.CDLL(None).tgkill(pid, pid, _DUMP)  # since glibc 2.30
+        library = ctypes.CDLL(None)
+        if hasattr(library, "tgkill"):  # since glibc 2.30
+            library.tgkill(pid, pid, _DUMP)
+        else:
+            os.kill(pid, _DUMP)
         os.kill(pid, signal.SIGCONT)

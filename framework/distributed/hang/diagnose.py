@@ -13,7 +13,7 @@ from typing import NamedTuple
 from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
-from framework.runtime.forks import Idleness, busy_s, cpu_use, stat_of
+from framework.runtime.forks import Idleness, busy_s, cpu_use, status_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -147,16 +147,11 @@ def _has_timed_out(board: Board) -> bool:
 
 def _has_ended(board: Board) -> bool:
     started = [slot for slot in board.others() if slot.state is not RankState.ABSENT]
-    return any(slot.state is RankState.FAILED or _process_state(slot) in ("", "Z", "X") for slot in started)
+    return any(slot.state is RankState.FAILED or status_of(slot.pid) in ("", "zombie", "dead") for slot in started)
 
 
 def _is_stopped(slot: RankSlot) -> bool:
-    return _process_state(slot) in ("T", "t")
-
-
-def _process_state(slot: RankSlot) -> str:
-    """Return the letter of /proc/PID/stat (T: stopped, Z: zombie), or an empty string if the process does not exist."""
-    return (stat_of(slot.pid) or [""])[0]
+    return status_of(slot.pid) in ("stopped", "tracing-stop")
 
 
 def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> None:
@@ -191,7 +186,7 @@ def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> None:
 def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
     if slot.state is RankState.ABSENT:
         return "has not yet reported where it is"
-    if _process_state(slot) == "D":
+    if status_of(slot.pid) == "disk-sleep":
         return "is in a system call that does not end (a disk or a network file system)"
     if computes:
         return "computes: it loops, or is slow"
