@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from framework.build import components
 from framework.build.measure import stopwatch
@@ -21,7 +22,7 @@ from framework.checkpoint.weights import warm_start
 from framework.config.init_from import entries_of
 from framework.config.schema import RunConfig
 from framework.config.targets import component, locate
-from framework.data.loader import Loader, Splits, load_in_turns
+from framework.data.loader import Loader, Splits, load_in_turns, load_split
 from framework.data.order import Order
 from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
@@ -31,7 +32,7 @@ from framework.engine.seam import Observe, Task
 from framework.modules import structure
 from framework.modules.parts import chain_of, repeated
 from framework.modules.summary import summary
-from framework.modules.tensors import Tree
+from framework.modules.tensors import Tree, map_tensors
 from framework.modules.trace import give_example
 from framework.optim import update as updates
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
@@ -63,6 +64,7 @@ class Builder:
     def __init__(self, config: RunConfig, *, world: World, token: str = "") -> None:
         self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
         self.precision = PRECISIONS[config.precision.name]
+        self.loaded: dict[Split, Source] = {}  # splits that are loaded already
 
     def altered(self: _Builder, *, world: World | None = None, **fields: Any) -> _Builder:
         """Return a builder for the same configuration with some fields changed, or in another world."""
@@ -79,6 +81,8 @@ class Builder:
 
     def source(self, split: Split) -> Source:
         """Load a split. With folds, `val` is one fold of the training samples, and `train` has the others. Collective."""
+        if split in self.loaded:
+            return self.loaded[split]
         if (fold := components.fold_of(self.config.dataset)) is None or split == "test":
             return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
         number, count = fold
@@ -125,6 +129,32 @@ class Builder:
         fills = getattr(inspect.getmodule(locate(self.config.parallel["_target_"])), "fills", None)
         return fills is not None and bool(fills(self.config.parallel))
 
+    def example(self, *, dtype: torch.dtype) -> Tree | None:
+        """Return the inputs of two samples: by the dataset's facts, or as the training split has them.
+
+        Only integers have storage. None if the split cannot be loaded: the rehearsal names the reason, and an existing run may
+        have no training data any more.
+        """
+        known: Tree | None = components.example(self.dataset.info, dtype=dtype)
+        with suppress(Exception):
+            return known if known is not None else self._first_inputs(dtype)
+        return None
+
+    def _first_inputs(self, dtype: torch.dtype) -> Tree:
+        if (source := self.loaded.get("train")) is None:
+            source = load_split(self.dataset, "train", seed=self.config.seed)
+            if components.fold_of(self.config.dataset) is None:
+                self.loaded["train"] = source
+        loader = self.altered(global_batch_size=2, micro_batch_size=2).loader(source, "val", dp_rank=0, dp_size=1)
+        loader.num_workers = 0
+        with seeded(0):  # the samples may draw
+            (two, *_) = next(loader.evaluate()).micro_batches
+
+        def without_storage(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device="meta", dtype=dtype) if tensor.is_floating_point() else tensor
+
+        return map_tensors(without_storage, two.inputs)
+
     def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
         """Return a table of the model's modules (framework/modules/summary.py); `example` is for data without known shapes."""
         module = components.shapes_of(self.config.model, seed=self.config.seed)
@@ -136,7 +166,7 @@ class Builder:
         config, precision = self.config, self.precision
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
-        give_example(module, forward.example)
+        give_example(module, partial(self.example, dtype=precision.parameters))
         change_model(
             module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=self.directory.compiled
         )
@@ -153,11 +183,9 @@ class Builder:
 
     def forward(self) -> Forward:
         config, precision = self.config, self.precision
-        example = components.example(self.dataset.info, dtype=precision.parameters)
         return Forward(
-            self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, example=example,
-            observers=[*self.observers],
-        )  # fmt: skip
+            self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, observers=[*self.observers]
+        )
 
     def splits(self, *, dp_rank: int = 0, dp_size: int = 1) -> Splits:
         """Return a rank's part of the dataset; a split is loaded when it is first used."""

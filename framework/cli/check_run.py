@@ -61,18 +61,12 @@ def _memory(build: "Builder") -> str:
 
 
 def _rows(build: "Builder") -> list[dict[str, Any]]:
-    from framework.build import components
-    from framework.modules.tensors import map_tensors
-    from framework.preflight.continuation import validation_step
-    from framework.preflight.findings import Refused
+    import torch
 
-    if components.example(build.dataset.info) is not None:
-        return build.summary()
-    try:
-        (batch, *_) = validation_step(build.altered(global_batch_size=2, micro_batch_size=2)).micro_batches
-    except Refused:  # the rehearsal reports it
-        return build.summary()
-    return build.summary(example=map_tensors(lambda tensor: tensor.to("meta"), batch.inputs))
+    from framework.modules.tensors import map_tensors
+
+    example = build.example(dtype=torch.get_default_dtype())
+    return build.summary(example=map_tensors(lambda tensor: tensor.to("meta"), example) if example is not None else None)
 
 
 def show_model(build: "Builder") -> None:

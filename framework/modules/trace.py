@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,24 +52,37 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*nn.Module.parameters(module, recurse=False), *module.buffers(recurse=False)]
 
 
-_EXAMPLES: WeakKeyDictionary[nn.Module, Tree] = WeakKeyDictionary()
+_EXAMPLES: WeakKeyDictionary[nn.Module, Callable[[], Tree | None]] = WeakKeyDictionary()
 _TRACES: WeakKeyDictionary[nn.Module, Trace] = WeakKeyDictionary()
 
 
-def give_example(model: nn.Module, inputs: Tree | None) -> None:
-    """Let `traced` run the model's forward with such inputs, which need no storage; None: their kind is not known."""
-    if inputs is not None:
-        _EXAMPLES[model] = inputs
+def give_example(model: nn.Module, inputs: Callable[[], Tree | None]) -> None:
+    """Let `traced` run the model's forward with these inputs; None: their kind is not known.
+
+    They need no storage, but a forward may read the numbers of integers that have it (a mask of padding).
+    """
+    _EXAMPLES[model] = cache(inputs)
+
+
+def example_of(model: nn.Module) -> Tree | None:
+    """Return the inputs that `give_example` has given, without storage, or None."""
+    inputs = _EXAMPLES[model]() if model in _EXAMPLES else None
+    return map_tensors(_without_storage, inputs) if inputs is not None else None
+
+
+def _without_storage(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def traced(model: nn.Module) -> Trace | None:
-    """Return the trace of the model's forward in evaluation; None if the kind of its inputs is not known.
+    """Return the trace of the model's forward in evaluation; None if its inputs are not known (a task's step may give others).
 
     Call this before a strategy changes the model; later calls return the same trace.
     """
-    if model not in _TRACES and model in _EXAMPLES:
-        _TRACES[model] = follow(model, _EXAMPLES[model])
-    return _TRACES.get(model)
+    if model not in _TRACES and model in _EXAMPLES and (inputs := _EXAMPLES[model]()) is not None:
+        _TRACES[model] = follow(model, inputs)
+    trace = _TRACES.get(model)
+    return trace if trace is not None and (trace.is_whole or len(trace.events) > 1) else None
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
@@ -110,9 +124,10 @@ def follow(model: nn.Module, inputs: Tree) -> Trace:
         if id(tensor) in originals:
             trace.events.append(Event("use", originals[id(tensor)]))
 
+    uses = _Uses(use)
     try:
-        with torch.no_grad(), _Uses(use):
-            call(copied, map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
+        with torch.no_grad(), uses:
+            call(copied, map_tensors(uses.without_storage, inputs))
         trace.is_whole = True
     except Exception:  # the model reads numbers, not only shapes, or does not accept this batch
         trace.inside = list(stack)
@@ -130,6 +145,13 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self._report = report
         self._numbers: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor without numbers, and the same with numbers
+
+    def without_storage(self, tensor: Tensor) -> Tensor:
+        """Return an input without storage. Integers have their numbers beside it, if they are known."""
+        nothing = _without_storage(tensor)
+        if tensor.device.type != "meta" and not tensor.is_floating_point():
+            self._numbers[id(nothing)] = nothing, tensor.cpu()
+        return nothing
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -3,12 +3,14 @@
 import dataclasses
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from framework.build import components
+from framework.build.training import Builder
 from framework.checkpoint.file_tensors import stored_tensors
 from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
@@ -18,6 +20,7 @@ from framework.config.targets import locate
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.config.validation import problems_of_build
 from framework.distributed.mesh import resolve_axes
+from framework.distributed.world import World
 from framework.engine.forward import measures
 from framework.engine.seam import Demands
 from framework.modules.parts import blocks_of
@@ -47,7 +50,8 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return problems
     if problems := _check_init(model, config.model.get("init_from")):
         return problems
-    give_example(model, components.example(components.dataset(config.dataset).info))
+    build = Builder(config, world=World.alone())
+    give_example(model, partial(build.example, dtype=torch.get_default_dtype()))
     try:
         freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:

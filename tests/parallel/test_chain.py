@@ -61,11 +61,11 @@ class Deep(nn.Module):
 def test_a_model_that_cannot_be_cut_is_told_why_and_what_to_do() -> None:
     def said(*, reads_values: bool, example: torch.Tensor | None) -> list[str]:
         model = Deep(reads_values=reads_values)
-        give_example(model, example)
+        give_example(model, lambda: example)
         return problems(model, demands=NOTHING, pipeline=2, schedule="1f1b")
 
     example = torch.empty(2, 4, device="meta")
     assert said(reads_values=False, example=example) == []
-    for (line,), words in ((said(reads_values=False, example=None), "the dataset's info does not give the shape of an input"),
+    for (line,), words in ((said(reads_values=False, example=None), "the shape of an input is not known"),
                            (said(reads_values=True, example=example), "it reads the values of its tensors")):  # fmt: skip
         assert words in line and "add chain() to the model, or take another strategy" in line

@@ -18,7 +18,7 @@ def build() -> Any:
 
 
 def train(model: Any, batches: Any) -> Iterator[float]:
-    schedule = DDPMScheduler(num_train_timesteps=100)
+    schedule: Any = DDPMScheduler(num_train_timesteps=100)
     averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     averaged.update_parameters(model)  # the first weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -16,9 +16,9 @@ def build() -> Any:
 
 
 def train(model: Any, batches: Any) -> Iterator[float]:
-    norms = [p for name, p in model.named_parameters() if "norm" in name]
-    others = [p for name, p in model.named_parameters() if "norm" not in name]
-    optimizer = torch.optim.AdamW([{"params": others}, {"params": norms, "weight_decay": 0}], lr=3e-3, weight_decay=0.1)
+    decayed: Any = {"params": [p for name, p in model.named_parameters() if "norm" not in name]}
+    others = {"params": [p for name, p in model.named_parameters() if "norm" in name], "weight_decay": 0}
+    optimizer = torch.optim.AdamW([decayed, others], lr=3e-3, weight_decay=0.1)
     scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=3, num_training_steps=12)
     for inputs, next_ids in batches:
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ def build() -> Any:
 
 
 def train(model: Any, batches: Any) -> Iterator[float]:
-    optimizer = Lamb(model.parameters(), lr=1e-2, weight_decay=0.02)
+    optimizer = Lamb(model.parameters(), lr=1e-2, weight_decay=0.02, max_grad_norm=None)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
     mean = 0.0
     for number, (images, kinds) in enumerate(batches, 1):
@@ -25,6 +25,7 @@ def train(model: Any, batches: Any) -> Iterator[float]:
         loss.backward()
         mean += loss.item()
         if number % 4 == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

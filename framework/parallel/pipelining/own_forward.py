@@ -86,12 +86,8 @@ class OwnForward:
         self.blocks = _row_of_blocks(model)
         trace = traced(model)
         if trace is None:
-            raise Uncut("the dataset's info does not give the shape of an input (in_channels and image_size, or vocab_size "
-                        "and seq_len)")  # fmt: skip
-        if not trace.is_whole:
-            raise Uncut(
-                "it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape"
-            )
+            raise Uncut("the shape of an input is not known: the training split cannot be loaded, and the dataset's facts have "
+                        "neither in_channels and image_size, nor vocab_size and seq_len")  # fmt: skip
         self._calls = _calls(self.blocks, trace)
         self._links = links_of_tensors(model, self.blocks, trace)
         self._copy, copies = on_meta(model)
@@ -109,10 +105,9 @@ class OwnForward:
         return [*(called.hidden for called in calls[1:]), outputs]
 
     def _trace_of(self, inputs: Tree) -> tuple[list[_Call], Any]:
-        example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
-        key = repr(example)
+        key = repr(map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
         if key not in self._traced:
-            trace = follow(self._copy, example)
+            trace = follow(self._copy, inputs)
             self._traced[key] = _calls(self._copied_blocks, trace), trace.events[-1].value
         return self._traced[key]
 
@@ -257,6 +252,8 @@ def _row_of_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
     """Return how each block is called. Raise Uncut if they are not called once each, or one of them not with a tensor."""
+    if not trace.is_whole:
+        raise Uncut("it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape")
     numbers = {block: number for number, block in enumerate(blocks)}
     entered = [event for event in trace.events if event.kind == "enter" and event.what in numbers]
     left = [event for event in trace.events if event.kind == "leave" and event.what in numbers]

@@ -18,6 +18,7 @@ from framework.engine.forward import Factor, Forward, counted, scaled
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, local
+from framework.modules.trace import example_of
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
@@ -56,7 +57,7 @@ class Pipeline:
         self._dtype = next(nn.Module.parameters(model)).dtype
         self._owners = owners(schedule, num_ranks=self._size)
         self._num_stages = len(self._owners)
-        self._spans = self._chain.spans(self._chain.costs(forward.example), num_stages=self._num_stages)
+        self._spans = self._chain.spans(self._chain.costs(example_of(model)), num_stages=self._num_stages)
         self.sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
         own = [n for n, rank in enumerate(self._owners) if rank == self._rank]
         self.stages = self._chain.keep_own(self._spans, own=own, device=world.device)
