@@ -64,7 +64,7 @@ def users(train: str, *words: str) -> list[str]:
 
 UNWEIGHTED = "task={_target_: tests.faulty.OnlyLoss}"
 DROP = "dataset.collate={_target_: tests.faulty_data.drop, _partial_: true}"
-COUPLED = "parallel: 2 processes compute different results ... after ... more updates by the same gradients: ..."
+COUPLED = "optimizer: 2 processes compute different results ... after ... more updates by the same gradients: ..."
 LATER = (
     "model: restored from a checkpoint, it computes different results ... it keeps something outside ... register_buffer() ..."
 )
@@ -108,7 +108,7 @@ FOUND = {
     "an evaluation that trains": (model("TrainsOn"), "model: an evaluation puts the model into training mode ..."),
     "a rank": ([*model("OfRank"), "parallel=ddp", TWO], "parallel: 2 processes compute different results ..."),
     "deep within": (model("Deep"), "model: ... different results ... register_buffer() ..."),
-    "a sum not taken, fsdp": ([*optimizer("NormOfShards"), "parallel=fsdp", TWO], "parallel: ... norm is a sum over the processes ... full_tensor() ..."),
+    "a sum not taken, fsdp": ([*optimizer("NormOfShards"), "parallel=fsdp", TWO], "optimizer: ... norm is a sum over the processes ... full_tensor() ... with optimizer=sgd they compute the same ..."),
     "one state for all": (optimizer("OneForAll"), "optimizer: ... share their memory ..."),
     "tied by its data": (model("TiedByData"), "model: last.weight and again.weight share their memory ..."),
     "late for all that a rank has, zero": ([*optimizer("CouplesLate"), "parallel=zero", TWO], COUPLED),
@@ -116,7 +116,7 @@ FOUND = {
     "a constructor with a generator of its own": (model("OtherEachTime"), "model: its constructor makes another last.bias each time ... seeds ..."),
     "samples drawn once for all": (points("PointsDrawnOnce"), "dataset: a sample depends on the samples before ..."),
     "samples that count": (points("PointsThatCount"), "dataset: samples.num_fetched changes when samples are fetched ..."),
-    "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "parallel: ... its state of first.weight differs between the processes: ... norms ..."),
+    "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "optimizer: ... its state of first.weight differs between the processes: ... norms ..."),
     "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1)"),
     "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.own_metrics.Best"], "metric.f1: restored from a checkpoint, an evaluation gives a different f1 ... reset() ..."),
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),

@@ -144,14 +144,21 @@ class _Uses(TorchFunctionMode):
     def __init__(self, report: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._report = report
-        self._numbers: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor without numbers, and the same with numbers
+        # by id: a tensor without numbers, the same with numbers, and its version: an operation may write into it
+        self._numbers: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def without_storage(self, tensor: Tensor) -> Tensor:
         """Return an input without storage. Integers have their numbers beside it, if they are known."""
         nothing = _without_storage(tensor)
         if tensor.device.type != "meta" and not tensor.is_floating_point():
-            self._numbers[id(nothing)] = nothing, tensor.cpu()
+            self._note(nothing, tensor.to("cpu", copy=True))
         return nothing
+
+    def _note(self, tensor: Tensor, numbers: Tensor) -> None:
+        self._numbers[id(tensor)] = tensor, numbers, tensor._version
+
+    def _has_numbers(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._numbers and self._numbers[id(tensor)][2] == tensor._version
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -170,9 +177,7 @@ class _Uses(TorchFunctionMode):
         tensors = tensors_in([list(args), kwargs])
         if getattr(function, "__name__", "") == "__get__":  # an attribute, such as the device
             return False, None
-        if not (all(id(tensor) in self._numbers for tensor in tensors) if tensors else function is torch.arange):
-            for tensor in tensors[:1]:
-                self._numbers.pop(id(tensor), None)  # the operation may write into it
+        if not (all(map(self._has_numbers, tensors)) if tensors else function is torch.arange):
             return False, None
 
         def there(value: Any) -> Any:
@@ -185,5 +190,5 @@ class _Uses(TorchFunctionMode):
             return not tensors_in(numbers), numbers
         result = function(*args, **kwargs)
         if result.device.type == "meta":
-            self._numbers[id(result)] = result, numbers
+            self._note(result, numbers)
         return True, result

@@ -99,7 +99,7 @@ def compare(build: Builder) -> list[Finding]:
             differing = difference(expected, ranks, but_not=again)
         return differing and f"{count} processes compute different results with this model than one process: {differing}"
 
-    what = fault(parallel)
+    what = in_double = fault(parallel)
     if not what:  # what float64 makes equal may not be: a float64 parameter, a cast
         inexact = {name: value for name, value in config.parallel.items() if parallel.get(name) is None}
         ranks = _run(build.altered(parallel=parallel | inexact), source, count=count, like=Seen(num_updates=1))
@@ -123,8 +123,8 @@ def compare(build: Builder) -> list[Finding]:
             )
             return [Finding(f"part.{name}", f"{what}; without it, they compute the same", cure)]
     own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
-    sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
-    if not config.optimizer.get("turns"):
+    if in_double and not config.optimizer.get("turns"):
+        sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
         (computed,) = _run(sgd, source, count=1)
         if not computed.fault and not fault(parallel, sgd, computed):
             why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"

@@ -86,8 +86,8 @@ class OwnForward:
         self.blocks = _row_of_blocks(model)
         trace = traced(model)
         if trace is None:
-            raise Uncut("the shape of an input is not known: the training split cannot be loaded, and the dataset's facts have "
-                        "neither in_channels and image_size, nor vocab_size and seq_len")  # fmt: skip
+            raise Uncut("the shape of an input is not known from the dataset's facts, and the model does not take its samples "
+                        "without their numbers")  # fmt: skip
         self._calls = _calls(self.blocks, trace)
         self._links = links_of_tensors(model, self.blocks, trace)
         self._copy, copies = on_meta(model)
