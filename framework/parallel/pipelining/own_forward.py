@@ -83,11 +83,12 @@ class OwnForward:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.blocks = _row_of_blocks(model)
         trace = traced(model)
         if trace is None:
             raise Uncut("the shape of an input is not known from the dataset's facts, and the model does not take its samples "
                         "without their numbers")  # fmt: skip
+        _require_whole(trace)
+        self.blocks = _row_of_blocks(model)
         self._calls = _calls(self.blocks, trace)
         self._links = links_of_tensors(model, self.blocks, trace)
         self._copy, copies = on_meta(model)
@@ -250,10 +251,14 @@ def _row_of_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if type(block) is kind]
 
 
-def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
-    """Return how each block is called. Raise Uncut if they are not called once each, or one of them not with a tensor."""
+def _require_whole(trace: Trace) -> None:
     if not trace.is_whole:
         raise Uncut("it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape")
+
+
+def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
+    """Return how each block is called. Raise Uncut if they are not called once each, or one of them not with a tensor."""
+    _require_whole(trace)
     numbers = {block: number for number, block in enumerate(blocks)}
     entered = [event for event in trace.events if event.kind == "enter" and event.what in numbers]
     left = [event for event in trace.events if event.kind == "leave" and event.what in numbers]
