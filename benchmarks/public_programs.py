@@ -59,25 +59,24 @@ class Program:
     idle: tuple[str, ...] = ()
 
 
-OWN_STEP, WHOLE, NO_LINEAR = (
-    "the task has its own step",
-    "this optimizer needs whole tensors",
-    "divides the features of no linear layer",
-)
+OWN_STEP = "the task has its own step"
+WHOLE = "this optimizer needs whole tensors"
+NO_LINEAR = "divides the features of no linear layer"
+READS = "it reads the values of its tensors"
 
 
 PROGRAMS = {
-    "unet": Program(),
-    "navit": Program(),
-    "flow": Program(),
-    "ode": Program(),
-    "speech": Program(),
+    "unet": Program(refused={"tensor": NO_LINEAR, "pipeline": OWN_STEP}),
+    "navit": Program(refused={"pipeline": "the model does not take its samples without their numbers"}),
+    "flow": Program(refused={"pipeline": OWN_STEP}),
+    "ode": Program(refused={"tensor": "mixed torch.Tensor and DTensor", "pipeline": READS}),
+    "speech": Program(refused={"pipeline": "aten::_ctc_loss.Tensor: attempted to run this operator with Meta tensors"}),
     "llama": Program(),
     "bart": Program(refused={"fsdp": WHOLE, "tensor": WHOLE, "pipeline": OWN_STEP}, idle=("k_proj.bias",)),
     "mamba": Program(),
     "swin": Program(),
     "segresnet": Program(refused={"fsdp": WHOLE, "tensor": NO_LINEAR}),
-    "molecules": Program(refused={"pipeline": "it reads the values of its tensors"}),
+    "molecules": Program(refused={"pipeline": READS}),
     "ppo": Program(precision="fp32", refused={"pipeline": OWN_STEP}),  # the package converts observations to float32
     "diffusion": Program(refused={"pipeline": OWN_STEP}),
     "tabular": Program(refused={"pipeline": "first in the output of backbone.blocks.0.ffn_normalization"}, idle=("W_k.bias",)),
