@@ -76,7 +76,7 @@ PROGRAMS = {
     "mamba": Program(),
     "swin": Program(),
     "segresnet": Program(refused={"fsdp": WHOLE, "tensor": NO_LINEAR}),
-    "molecules": Program(refused={"pipeline": READS}),
+    "molecules": Program(refused={"pipeline": "AttentiveFP has 1 block"}),
     "ppo": Program(precision="fp32", refused={"pipeline": OWN_STEP}),  # the package converts observations to float32
     "diffusion": Program(refused={"pipeline": OWN_STEP}),
     "tabular": Program(refused={"pipeline": "first in the output of backbone.blocks.0.ffn_normalization"}, idle=("W_k.bias",)),
