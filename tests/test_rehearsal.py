@@ -252,6 +252,11 @@ RIGHT = {
     "rows left out, with a weight, on two": users("Damaged", DROP, "parallel=ddp", TWO, "micro_batch_size=5"),
     "a collate function that leaves nothing of few samples": users("Damaged", DROP),
     "a split that draws": users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit}"),
+    "micro-batches of different lengths, in a pipeline": [
+        "dataset=map_style", *(f"dataset.{split}={{_target_: tests.faulty_data.Texts}}" for split in ("train", "val", "test")),
+        "dataset.collate={_target_: tests.faulty_data.padded, _partial_: true}", "dataset.facts={vocab_size: 16, seq_len: 8}",
+        "task=language_modeling", "model=gpt", "model.dim=8", "model.num_layers=2", "model.num_heads=2", "global_batch_size=4",
+        "micro_batch_size=1", "trainer.max_epochs=null", "trainer.max_steps=4", "parallel=pipeline", TWO],
     "data that torch has computed on several threads, on two": [*users("computed", "parallel=ddp", TWO), "dataset.facts={num_classes: 10}",
                                                                 "model={_target_: torch.nn.Sequential, _args_: [{_target_: torch.nn.Linear, in_features: 784, out_features: 256}, {_target_: torch.nn.Sigmoid}, {_target_: torch.nn.Linear, in_features: 256, out_features: 10}]}",
                                                                 "dataset.val={_target_: tests.faulty_data.computed, n: 12}", "dataset.test={_target_: tests.faulty_data.computed, n: 12}"],

@@ -126,11 +126,17 @@ class Pipeline:
     # --- training
 
     def of(self, step: Step) -> Sequence[Sequence[MicroBatch]]:
-        """Cut a step into passes, because a schedule is made for one shape.
+        """Cut a step into passes, because a schedule is made for one shape, and a collate function can pad each differently.
 
-        A short micro-batch is the last of its rank, and runs alone. Then every other rank also runs its last micro-batch alone,
-        because all ranks gather shards in each pass.
+        If stages are sharded, all ranks gather shards in each pass. Then a short micro-batch is the last of its rank, and runs
+        alone, and every other rank also runs its last micro-batch alone.
         """
+        if self._same is None or self._summed_over is not None:  # not sharded
+            passes = dict[tuple[torch.Size, ...], list[MicroBatch]]()
+            for micro_batch in step.micro_batches:
+                shapes = tuple(value.shape for value in self.sent.like(micro_batch.inputs))
+                passes.setdefault(shapes, []).append(micro_batch)
+            return [*passes.values()]
         if step.is_even or len(step.micro_batches) == 1:
             return [step.micro_batches]
         *others, last = sorted(step.micro_batches, key=lambda micro_batch: (not micro_batch.is_padding, micro_batch.number))
