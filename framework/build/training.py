@@ -33,7 +33,7 @@ from framework.modules import structure
 from framework.modules.parts import chain_of, repeated
 from framework.modules.summary import summary
 from framework.modules.tensors import Tree, map_tensors
-from framework.modules.trace import give_example
+from framework.modules.trace import example_of, give_example
 from framework.optim import update as updates
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
@@ -155,11 +155,12 @@ class Builder:
 
         return map_tensors(without_storage, two.inputs)
 
-    def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
-        """Return a table of the model's modules (framework/modules/summary.py); `example` is for data without known shapes."""
+    def summary(self) -> list[dict[str, Any]]:
+        """Return a table of the model's modules (framework/modules/summary.py)."""
         module = components.shapes_of(self.config.model, seed=self.config.seed)
         structure.freeze_parameters(module, self.config.trainer.freeze)
-        return summary(module, example=components.example(self.dataset.info) if example is None else example)
+        give_example(module, partial(self.example, dtype=torch.get_default_dtype()))
+        return summary(module, example=example_of(module))
 
     def engine(self, module: nn.Module) -> Engine:
         """Put the model under the chosen strategy. Collective."""

@@ -35,7 +35,7 @@ def check_run(command: Command) -> int:
     build = Builder(config, world=World.alone())
     problems = problems_in_child(partial(dry_build, config))
     if not problems:
-        rows, fate = in_child(partial(_rows, build))
+        rows, fate = in_child(build.summary)
         if not fate:
             print_summary(rows, file=sys.stdout)
         print(_memory(build))
@@ -58,15 +58,6 @@ def _memory(build: "Builder") -> str:
         return f"memory: not known ({error})"
     parts = ", ".join(f"{kind} {in_gib(count)}" for kind, count in kept.items() if count)
     return f"memory: rank 0 keeps at least {in_gib(sum(kept.values()))} between steps ({parts}), and activations in addition"
-
-
-def _rows(build: "Builder") -> list[dict[str, Any]]:
-    import torch
-
-    from framework.modules.tensors import map_tensors
-
-    example = build.example(dtype=torch.get_default_dtype())
-    return build.summary(example=map_tensors(lambda tensor: tensor.to("meta"), example) if example is not None else None)
 
 
 def show_model(build: "Builder") -> None:
