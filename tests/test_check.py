@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from framework.build.components import shapes_of
-from framework.build.training import Builder
+from framework.build.example import example_inputs
 from framework.cli.check_run import print_summary
-from framework.distributed.world import World
+from framework.data.map_style import MapStyle
 from framework.modules.summary import summary
 from framework.preflight import rehearsal
+from tests.faulty_data import Points
 from tests.harness import Says, checked, command
 
 LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8", "model=vit",
@@ -50,20 +51,10 @@ def test_where_the_data_tell_no_shapes_a_batch_does(tmp_path: Path) -> None:
 
 
 def test_a_forward_is_followed_with_the_first_samples_where_facts_do_not_give_their_shape() -> None:
-    def build(train: str) -> Builder:
-        line = [
-            "dataset=map_style",
-            f"dataset.train={train}",
-            "model._target_=tests.faulty_data.Net",
-            "dataset.facts={num_classes: 4}",
-        ]
-        return Builder(checked(*line), world=World.alone())
-
-    points = build("{_target_: tests.faulty_data.Points}")
-    inputs = points.example(dtype=torch.float64)
+    data = MapStyle(train=lambda: Points())
+    inputs = example_inputs(data, lambda: data.load("train"), dtype=torch.float64)
     assert isinstance(inputs, torch.Tensor) and (inputs.shape, inputs.dtype) == ((2, 12), torch.float64) and inputs.is_meta
-    assert points.source("train") is points.source("train")  # it is loaded once
-    assert build("{_target_: json.loads, s: '{'}").example(dtype=torch.float64) is None  # as where the data are gone
+    assert example_inputs(data, lambda: data.load("val").gone, dtype=torch.float64) is None  # as where the data are gone
 
 
 def test_numbers_are_those_of_the_module() -> None:

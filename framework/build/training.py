@@ -2,16 +2,16 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from framework.build import components
+from framework.build.example import example_inputs
 from framework.build.measure import stopwatch
 from framework.build.model_changes import change_model
 from framework.build.schedules import peak_lr, schedules
@@ -31,9 +31,7 @@ from framework.engine.forward import Forward, modules_of
 from framework.engine.seam import Observe, Task
 from framework.modules import structure
 from framework.modules.parts import chain_of, repeated
-from framework.modules.summary import summary
-from framework.modules.tensors import Tree, map_tensors
-from framework.modules.trace import example_of, give_example
+from framework.modules.trace import give_example
 from framework.optim import update as updates
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
 from framework.optim.precision import PRECISIONS
@@ -90,6 +88,12 @@ class Builder:
         mine = order[number::count] if split == "val" else np.delete(order, np.s_[number::count])
         return Selected(self._all_folds, np.sort(mine))
 
+    def _train_samples(self) -> Source:
+        """Load the training samples, with those of all folds. Not collective."""
+        source = self.loaded.get("train") or load_split(self.dataset, "train", seed=self.config.seed)
+        self.loaded |= {"train": source} if components.fold_of(self.config.dataset) is None else {}
+        return source
+
     @cached_property
     def _all_folds(self) -> Source:
         return load_in_turns(self.dataset, "train", seed=self.config.seed, world=self.world)
@@ -129,45 +133,12 @@ class Builder:
         fills = getattr(inspect.getmodule(locate(self.config.parallel["_target_"])), "fills", None)
         return fills is not None and bool(fills(self.config.parallel))
 
-    def example(self, *, dtype: torch.dtype) -> Tree | None:
-        """Return the inputs of two samples: by the dataset's facts, or as the training split has them.
-
-        Only integers have storage. None if the split cannot be loaded: the rehearsal names the reason, and an existing run may
-        have no training data any more.
-        """
-        known: Tree | None = components.example(self.dataset.info, dtype=dtype)
-        with suppress(Exception):
-            return known if known is not None else self._first_inputs(dtype)
-        return None
-
-    def _first_inputs(self, dtype: torch.dtype) -> Tree:
-        if (source := self.loaded.get("train")) is None:
-            source = load_split(self.dataset, "train", seed=self.config.seed)
-            if components.fold_of(self.config.dataset) is None:
-                self.loaded["train"] = source
-        loader = self.altered(global_batch_size=2, micro_batch_size=2).loader(source, "val", dp_rank=0, dp_size=1)
-        loader.num_workers = 0
-        with seeded(0):  # the samples may draw
-            (two, *_) = next(loader.evaluate()).micro_batches
-
-        def without_storage(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, device="meta", dtype=dtype) if tensor.is_floating_point() else tensor
-
-        return map_tensors(without_storage, two.inputs)
-
-    def summary(self) -> list[dict[str, Any]]:
-        """Return a table of the model's modules (framework/modules/summary.py)."""
-        module = components.shapes_of(self.config.model, seed=self.config.seed)
-        structure.freeze_parameters(module, self.config.trainer.freeze)
-        give_example(module, partial(self.example, dtype=torch.get_default_dtype()))
-        return summary(module, example=example_of(module))
-
     def engine(self, module: nn.Module) -> Engine:
         """Put the model under the chosen strategy. Collective."""
         config, precision = self.config, self.precision
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
-        give_example(module, partial(self.example, dtype=precision.parameters))
+        give_example(module, partial(example_inputs, self.dataset, self._train_samples, dtype=precision.parameters))
         change_model(
             module, config.trainer, task=self.task, linear=precision.linear, world=self.world, compiled=self.directory.compiled
         )

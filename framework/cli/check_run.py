@@ -35,7 +35,7 @@ def check_run(command: Command) -> int:
     build = Builder(config, world=World.alone())
     problems = problems_in_child(partial(dry_build, config))
     if not problems:
-        rows, fate = in_child(build.summary)
+        rows, fate = in_child(partial(_rows, build))
         if not fate:
             print_summary(rows, file=sys.stdout)
         print(_memory(build))
@@ -60,13 +60,30 @@ def _memory(build: "Builder") -> str:
     return f"memory: rank 0 keeps at least {in_gib(sum(kept.values()))} between steps ({parts}), and activations in addition"
 
 
+def _rows(build: "Builder") -> list[dict[str, Any]]:
+    """Return a table of the model's modules (framework/modules/summary.py)."""
+    import torch
+
+    from framework.build.components import shapes_of
+    from framework.build.example import example_inputs
+    from framework.modules.structure import freeze_parameters
+    from framework.modules.summary import summary
+    from framework.modules.trace import example_of, give_example
+
+    module = shapes_of(build.config.model, seed=build.config.seed)
+    freeze_parameters(module, build.config.trainer.freeze)
+    load = partial(build.source, "train")
+    give_example(module, partial(example_inputs, build.dataset, load, dtype=torch.get_default_dtype()))
+    return summary(module, example=example_of(module))
+
+
 def show_model(build: "Builder") -> None:
     """Print the outermost modules of a run's model, with their output shapes, on a terminal. Elsewhere print nothing."""
     if MODES[build.config.mode].about != "run" or Environment.read().is_foreign or not sys.stderr.isatty() or is_brief():
         return
     from framework.preflight.child import in_child
 
-    rows, fate = in_child(build.summary, is_silent=True)
+    rows, fate = in_child(partial(_rows, build), is_silent=True)
     if not fate:
         print_summary(rows, file=sys.stderr, is_short=True)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from framework.build import components
-from framework.build.training import Builder
+from framework.build.example import example_inputs
 from framework.checkpoint.file_tensors import stored_tensors
 from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
@@ -19,8 +19,8 @@ from framework.config.schema import INIT, Node, RunConfig
 from framework.config.targets import locate
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.config.validation import problems_of_build
+from framework.data.loader import load_split
 from framework.distributed.mesh import resolve_axes
-from framework.distributed.world import World
 from framework.engine.forward import measures
 from framework.engine.seam import Demands
 from framework.modules.parts import blocks_of
@@ -50,8 +50,9 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return problems
     if problems := _check_init(model, config.model.get("init_from")):
         return problems
-    build = Builder(config, world=World.alone())
-    give_example(model, partial(build.example, dtype=torch.get_default_dtype()))
+    dataset = components.dataset(config.dataset)
+    load = partial(load_split, dataset, "train", seed=config.seed)
+    give_example(model, partial(example_inputs, dataset, load, dtype=torch.get_default_dtype()))
     try:
         freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:
