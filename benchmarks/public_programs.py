@@ -240,10 +240,10 @@ def lines_of(name: str) -> tuple[int, int]:
     return ours, theirs
 
 
-def strategy_to_kill(name: str) -> str:
-    """Return a strategy that runs the program: another for each program."""
+def strategies_to_kill(name: str) -> list[str]:
+    """Return a strategy that runs the program, another for each program, and the pipeline, which runs few of them."""
     able = [how for how in STRATEGIES if how not in PROGRAMS[name].refused]
-    return able[[*PROGRAMS].index(name) % len(able)]
+    return [able[[*PROGRAMS].index(name) % len(able)], *(["pipeline"] if "pipeline" in able else [])]
 
 
 def main() -> None:
@@ -262,7 +262,7 @@ def main() -> None:
     print(f"| program | single to plain | {' | '.join(f'{how} to single' for how in STRATEGIES)} | killed |")
     print(f"| --- | --- |{' --- |' * len(STRATEGIES)} --- |")
     for name in options.names:
-        killed = STRATEGIES if options.kill == "all" else [strategy_to_kill(name)]
+        killed = STRATEGIES if options.kill == "all" else strategies_to_kill(name)
         with tempfile.TemporaryDirectory() as folder:
             found = measure(name, folder=Path(folder), strategies=STRATEGIES, killed=killed)
         ends = ", ".join(f"{how}: {'the same bits' if same else 'OTHER BITS'}" for how, same in found.survives.items())

@@ -18,7 +18,7 @@ def test_a_public_program_keeps_its_numbers_in_every_way_or_is_refused_with_the_
         public.loop_of(name)
     except ImportError as error:
         pytest.skip(f"{error.name} is not installed")
-    killed = [public.strategy_to_kill(name)]
+    killed = public.strategies_to_kill(name)
     found = public.measure(name, folder=tmp_path, strategies=public.STRATEGIES, killed=killed)
     weights = 1e-4 if public.PROGRAMS[name].precision == "fp32" else 1e-9
     for apart in (found.from_plain, *found.from_single.values()):
