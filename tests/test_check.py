@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from framework.build.components import shapes_of
+from framework.build.example import example_inputs
 from framework.cli.check_run import print_summary
+from framework.data.map_style import MapStyle
 from framework.modules.summary import summary
 from framework.preflight import rehearsal
+from tests.faulty_data import Points
 from tests.harness import Says, checked, command
 
 LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8", "model=vit",
@@ -45,6 +48,13 @@ def test_where_the_data_tell_no_shapes_a_batch_does(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     table = [line.split() for line in ended.output.splitlines()]
     assert ["left", "Linear", "N", "x", "12", "48", "72"] in table, ended.output
+
+
+def test_a_forward_is_followed_with_the_first_samples_where_facts_do_not_give_their_shape() -> None:
+    data = MapStyle(train=lambda: Points())
+    inputs = example_inputs(data, lambda: data.load("train"), dtype=torch.float64)
+    assert isinstance(inputs, torch.Tensor) and (inputs.shape, inputs.dtype) == ((2, 12), torch.float64) and inputs.is_meta
+    assert example_inputs(data, lambda: data.load("val").gone, dtype=torch.float64) is None  # as where the data are gone
 
 
 def test_numbers_are_those_of_the_module() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,15 @@ def test_without_memory_to_share_several_processes_are_refused_in_a_line(line: l
     assert ended.code == code, ended.output
     said = "launch.nproc_per_node: several processes, but /dev/shm cannot be used (Read-only file system) ..."
     assert not code or ended.output.splitlines() == [Says(said)]
+
+
+def test_below_a_long_tmpdir_loader_processes_are_refused(tmp_path: Path) -> None:
+    (folder := tmp_path / ("d" * 80)).mkdir()
+
+    def there() -> None:
+        tempfile.tempdir = str(folder)
+
+    ended = command(*RUN, "dataset.num_workers=2", root=tmp_path / "runs", before=there)
+    assert ended.code == 78 and ended.output == Says(
+        "TMPDIR: ... loader processes need sockets below it ... dataset.num_workers=0)"
+    )

@@ -64,7 +64,7 @@ def users(train: str, *words: str) -> list[str]:
 
 UNWEIGHTED = "task={_target_: tests.faulty.OnlyLoss}"
 DROP = "dataset.collate={_target_: tests.faulty_data.drop, _partial_: true}"
-COUPLED = "parallel: 2 processes compute different results ... after ... more updates by the same gradients: ..."
+COUPLED = "optimizer: 2 processes compute different results ... after ... more updates by the same gradients: ..."
 LATER = (
     "model: restored from a checkpoint, it computes different results ... it keeps something outside ... register_buffer() ..."
 )
@@ -108,7 +108,7 @@ FOUND = {
     "an evaluation that trains": (model("TrainsOn"), "model: an evaluation puts the model into training mode ..."),
     "a rank": ([*model("OfRank"), "parallel=ddp", TWO], "parallel: 2 processes compute different results ..."),
     "deep within": (model("Deep"), "model: ... different results ... register_buffer() ..."),
-    "a sum not taken, fsdp": ([*optimizer("NormOfShards"), "parallel=fsdp", TWO], "parallel: ... norm is a sum over the processes ... full_tensor() ..."),
+    "a sum not taken, fsdp": ([*optimizer("NormOfShards"), "parallel=fsdp", TWO], "optimizer: ... norm is a sum over the processes ... full_tensor() ... with optimizer=sgd they compute the same ..."),
     "one state for all": (optimizer("OneForAll"), "optimizer: ... share their memory ..."),
     "tied by its data": (model("TiedByData"), "model: last.weight and again.weight share their memory ..."),
     "late for all that a rank has, zero": ([*optimizer("CouplesLate"), "parallel=zero", TWO], COUPLED),
@@ -116,7 +116,7 @@ FOUND = {
     "a constructor with a generator of its own": (model("OtherEachTime"), "model: its constructor makes another last.bias each time ... seeds ..."),
     "samples drawn once for all": (points("PointsDrawnOnce"), "dataset: a sample depends on the samples before ..."),
     "samples that count": (points("PointsThatCount"), "dataset: samples.num_fetched changes when samples are fetched ..."),
-    "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "parallel: ... its state of first.weight differs between the processes: ... norms ..."),
+    "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "optimizer: ... its state of first.weight differs between the processes: ... norms ..."),
     "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1)"),
     "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.own_metrics.Best"], "metric.f1: restored from a checkpoint, an evaluation gives a different f1 ... reset() ..."),
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
@@ -252,6 +252,14 @@ RIGHT = {
     "rows left out, with a weight, on two": users("Damaged", DROP, "parallel=ddp", TWO, "micro_batch_size=5"),
     "a collate function that leaves nothing of few samples": users("Damaged", DROP),
     "a split that draws": users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit}"),
+    "micro-batches of different lengths, in a pipeline": [
+        "dataset=map_style", *(f"dataset.{split}={{_target_: tests.faulty_data.Texts}}" for split in ("train", "val", "test")),
+        "dataset.collate={_target_: tests.faulty_data.padded, _partial_: true}", "dataset.facts={vocab_size: 16, seq_len: 8}",
+        "task=language_modeling", "model=gpt", "model.dim=8", "model.num_layers=2", "model.num_heads=2", "global_batch_size=4",
+        "micro_batch_size=1", "trainer.max_epochs=null", "trainer.max_steps=4", "parallel=pipeline", TWO],
+    "data that torch has computed on several threads, on two": [*users("computed", "parallel=ddp", TWO), "dataset.facts={num_classes: 10}",
+                                                                "model={_target_: torch.nn.Sequential, _args_: [{_target_: torch.nn.Linear, in_features: 784, out_features: 256}, {_target_: torch.nn.Sigmoid}, {_target_: torch.nn.Linear, in_features: 256, out_features: 10}]}",
+                                                                "dataset.val={_target_: tests.faulty_data.computed, n: 12}", "dataset.test={_target_: tests.faulty_data.computed, n: 12}"],
     "a sampler of lists": users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=list"),
 }  # fmt: skip
 

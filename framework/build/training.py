@@ -11,6 +11,7 @@ from torch import nn
 
 from framework.build import components
 from framework.build import splits as splits_of
+from framework.build.example import example_inputs
 from framework.build.measure import stopwatch
 from framework.build.model_changes import change_model
 from framework.build.schedules import peak_lr, schedules
@@ -21,7 +22,7 @@ from framework.checkpoint.weights import warm_start
 from framework.config.init_from import entries_of
 from framework.config.schema import RunConfig
 from framework.config.targets import component, locate
-from framework.data.loader import Loader, Splits, load_in_turns
+from framework.data.loader import Loader, Splits, load_in_turns, load_split
 from framework.data.order import Order
 from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
@@ -30,8 +31,6 @@ from framework.engine.forward import Forward, modules_of
 from framework.engine.seam import Observe, Task
 from framework.modules import structure
 from framework.modules.parts import chain_of, repeated
-from framework.modules.summary import summary
-from framework.modules.tensors import Tree
 from framework.modules.trace import give_example
 from framework.optim import update as updates
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
@@ -63,6 +62,7 @@ class Builder:
     def __init__(self, config: RunConfig, *, world: World, token: str = "") -> None:
         self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
         self.precision = PRECISIONS[config.precision.name]
+        self.loaded: dict[Split, Source] = {}  # splits that are loaded already
 
     def altered(self: _Builder, *, world: World | None = None, **fields: Any) -> _Builder:
         """Return a builder for the same configuration with some fields changed, or in another world."""
@@ -79,12 +79,20 @@ class Builder:
 
     def source(self, split: Split) -> Source:
         """Load a split. With folds, `val` is one fold of the training samples, and `train` has the others. Collective."""
+        if split in self.loaded:
+            return self.loaded[split]
         if split.startswith("val."):
             dataset = components.dataset(splits_of.validation(self.config.dataset, split))
             return load_in_turns(dataset, "val", seed=self.config.seed, world=self.world)
         if (fold := components.fold_of(self.config.dataset)) is None or split == "test":
             return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
         return splits_of.in_fold(self._all_folds, split, number=fold[0], count=fold[1])
+
+    def _train_samples(self) -> Source:
+        """Load the training samples, with those of all folds. Not collective."""
+        source = self.loaded.get("train") or load_split(self.dataset, "train", seed=self.config.seed)
+        self.loaded |= {"train": source} if components.fold_of(self.config.dataset) is None else {}
+        return source
 
     @cached_property
     def _all_folds(self) -> Source:
@@ -125,18 +133,12 @@ class Builder:
         fills = getattr(inspect.getmodule(locate(self.config.parallel["_target_"])), "fills", None)
         return fills is not None and bool(fills(self.config.parallel))
 
-    def summary(self, *, example: Tree | None = None) -> list[dict[str, Any]]:
-        """Return a table of the model's modules (framework/modules/summary.py); `example` is for data without known shapes."""
-        module = components.shapes_of(self.config.model, seed=self.config.seed)
-        structure.freeze_parameters(module, self.config.trainer.freeze)
-        return summary(module, example=components.example(self.dataset.info) if example is None else example)
-
     def engine(self, module: nn.Module) -> Engine:
         """Put the model under the chosen strategy. Collective."""
         config, precision = self.config, self.precision
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
-        give_example(module, forward.example)
+        give_example(module, partial(example_inputs, self.dataset, self._train_samples, dtype=precision.parameters))
         change_model(module, config.trainer, task=self.task, linear=precision.linear, world=self.world, run=config.run)
         links = chain_of(module)
         forward.key_draws(links or repeated(module), are_all=bool(links))
@@ -151,11 +153,9 @@ class Builder:
 
     def forward(self) -> Forward:
         config, precision = self.config, self.precision
-        example = components.example(self.dataset.info, dtype=precision.parameters)
         return Forward(
-            self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, example=example,
-            observers=[*self.observers],
-        )  # fmt: skip
+            self.task, seed=config.seed, devices=self.world.devices, autocast=precision.autocast, observers=[*self.observers]
+        )
 
     def splits(self, *, dp_rank: int = 0, dp_size: int = 1) -> Splits:
         """Return a rank's part of the dataset; a split is loaded when it is first used."""

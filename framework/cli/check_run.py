@@ -61,18 +61,20 @@ def _memory(build: "Builder") -> str:
 
 
 def _rows(build: "Builder") -> list[dict[str, Any]]:
-    from framework.build import components
-    from framework.modules.tensors import map_tensors
-    from framework.preflight.continuation import validation_step
-    from framework.preflight.findings import Refused
+    """Return a table of the model's modules (framework/modules/summary.py)."""
+    import torch
 
-    if components.example(build.dataset.info) is not None:
-        return build.summary()
-    try:
-        (batch, *_) = validation_step(build.altered(global_batch_size=2, micro_batch_size=2)).micro_batches
-    except Refused:  # the rehearsal reports it
-        return build.summary()
-    return build.summary(example=map_tensors(lambda tensor: tensor.to("meta"), batch.inputs))
+    from framework.build.components import shapes_of
+    from framework.build.example import example_inputs
+    from framework.modules.structure import freeze_parameters
+    from framework.modules.summary import summary
+    from framework.modules.trace import example_of, give_example
+
+    module = shapes_of(build.config.model, seed=build.config.seed)
+    freeze_parameters(module, build.config.trainer.freeze)
+    load = partial(build.source, "train")
+    give_example(module, partial(example_inputs, build.dataset, load, dtype=torch.get_default_dtype()))
+    return summary(module, example=example_of(module))
 
 
 def show_model(build: "Builder") -> None:
@@ -81,7 +83,7 @@ def show_model(build: "Builder") -> None:
         return
     from framework.preflight.child import in_child
 
-    rows, fate = in_child(build.summary, is_silent=True)
+    rows, fate = in_child(partial(_rows, build), is_silent=True)
     if not fate:
         print_summary(rows, file=sys.stderr, is_short=True)
 

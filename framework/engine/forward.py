@@ -32,7 +32,6 @@ class Forward:
     seed: int
     devices: Sequence[torch.device]  # of the model
     autocast: torch.dtype | None
-    example: Tensor | None = None  # the inputs of two samples, without storage; None if their kind is not known
     observers: list[Observe] = field(default_factory=list)  # get the outputs of each micro-batch of an evaluation, on one rank
     is_padding: bool = field(default=False, init=False)  # of the current micro-batch; for layers that use other ranks' samples
     _at: tuple[int | str, ...] = field(default=(), init=False)  # the key of the current micro-batch's random draws

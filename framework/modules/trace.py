@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,24 +52,37 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*nn.Module.parameters(module, recurse=False), *module.buffers(recurse=False)]
 
 
-_EXAMPLES: WeakKeyDictionary[nn.Module, Tree] = WeakKeyDictionary()
+_EXAMPLES: WeakKeyDictionary[nn.Module, Callable[[], Tree | None]] = WeakKeyDictionary()
 _TRACES: WeakKeyDictionary[nn.Module, Trace] = WeakKeyDictionary()
 
 
-def give_example(model: nn.Module, inputs: Tree | None) -> None:
-    """Let `traced` run the model's forward with such inputs, which need no storage; None: their kind is not known."""
-    if inputs is not None:
-        _EXAMPLES[model] = inputs
+def give_example(model: nn.Module, inputs: Callable[[], Tree | None]) -> None:
+    """Let `traced` run the model's forward with these inputs; None: their kind is not known.
+
+    They need no storage, but a forward may read the numbers of integers that have it (a mask of padding).
+    """
+    _EXAMPLES[model] = cache(inputs)
+
+
+def example_of(model: nn.Module) -> Tree | None:
+    """Return the inputs that `give_example` has given, without storage, or None."""
+    inputs = _EXAMPLES[model]() if model in _EXAMPLES else None
+    return map_tensors(_without_storage, inputs) if inputs is not None else None
+
+
+def _without_storage(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def traced(model: nn.Module) -> Trace | None:
-    """Return the trace of the model's forward in evaluation; None if the kind of its inputs is not known.
+    """Return the trace of the model's forward in evaluation; None if its inputs are not known (a task's step may give others).
 
     Call this before a strategy changes the model; later calls return the same trace.
     """
-    if model not in _TRACES and model in _EXAMPLES:
-        _TRACES[model] = follow(model, _EXAMPLES[model])
-    return _TRACES.get(model)
+    if model not in _TRACES and model in _EXAMPLES and (inputs := _EXAMPLES[model]()) is not None:
+        _TRACES[model] = follow(model, inputs)
+    trace = _TRACES.get(model)
+    return trace if trace is not None and (trace.is_whole or len(trace.events) > 1) else None
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
@@ -110,9 +124,10 @@ def follow(model: nn.Module, inputs: Tree) -> Trace:
         if id(tensor) in originals:
             trace.events.append(Event("use", originals[id(tensor)]))
 
+    uses = _Uses(use)
     try:
-        with torch.no_grad(), _Uses(use):
-            call(copied, map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
+        with torch.no_grad(), uses:
+            call(copied, map_tensors(uses.without_storage, inputs))
         trace.is_whole = True
     except Exception:  # the model reads numbers, not only shapes, or does not accept this batch
         trace.inside = list(stack)
@@ -129,7 +144,21 @@ class _Uses(TorchFunctionMode):
     def __init__(self, report: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._report = report
-        self._numbers: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor without numbers, and the same with numbers
+        # by id: a tensor without numbers, the same with numbers, and its version: an operation may write into it
+        self._numbers: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def without_storage(self, tensor: Tensor) -> Tensor:
+        """Return an input without storage. Integers have their numbers beside it, if they are known."""
+        nothing = _without_storage(tensor)
+        if tensor.device.type != "meta" and not tensor.is_floating_point():
+            self._note(nothing, tensor.to("cpu", copy=True))
+        return nothing
+
+    def _note(self, tensor: Tensor, numbers: Tensor) -> None:
+        self._numbers[id(tensor)] = tensor, numbers, tensor._version
+
+    def _has_numbers(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._numbers and self._numbers[id(tensor)][2] == tensor._version
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,9 +177,7 @@ class _Uses(TorchFunctionMode):
         tensors = tensors_in([list(args), kwargs])
         if getattr(function, "__name__", "") == "__get__":  # an attribute, such as the device
             return False, None
-        if not (all(id(tensor) in self._numbers for tensor in tensors) if tensors else function is torch.arange):
-            for tensor in tensors[:1]:
-                self._numbers.pop(id(tensor), None)  # the operation may write into it
+        if not (all(map(self._has_numbers, tensors)) if tensors else function is torch.arange):
             return False, None
 
         def there(value: Any) -> Any:
@@ -163,5 +190,5 @@ class _Uses(TorchFunctionMode):
             return not tensors_in(numbers), numbers
         result = function(*args, **kwargs)
         if result.device.type == "meta":
-            self._numbers[id(result)] = result, numbers
+            self._note(result, numbers)
         return True, result

@@ -11,6 +11,7 @@ from framework.distributed.world import World
 from framework.engine.engine import Engine
 from framework.engine.forward import Forward
 from framework.engine.seam import Demands
+from framework.modules.trace import example_of
 from framework.parallel import context as contexts
 from framework.parallel import expert as experts
 from framework.parallel import pipeline as pipelines
@@ -58,7 +59,7 @@ def parallelize(
         owned = zero.owned(world) if options.get("zero") else None
         return invariant(model, world=world, forward=forward, micro_batch_size=bitwise, make_optimizer=owned)
     if "num_devices" in options:
-        layout = place(model, devices=world.devices, example=forward.example)
+        layout = place(model, devices=world.devices, example=example_of(model))
         if world.rank == 0:
             LOGGER.info("parallel: in each process %s", layout)
     elif not degrees:

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -99,7 +99,7 @@ def compare(build: Builder) -> list[Finding]:
             differing = difference(expected, ranks, but_not=again)
         return differing and f"{count} processes compute different results with this model than one process: {differing}"
 
-    what = fault(parallel)
+    what = in_double = fault(parallel)
     if not what:  # what float64 makes equal may not be: a float64 parameter, a cast
         inexact = {name: value for name, value in config.parallel.items() if parallel.get(name) is None}
         ranks = _run(build.altered(parallel=parallel | inexact), source, count=count, like=Seen(num_updates=1))
@@ -122,12 +122,23 @@ def compare(build: Builder) -> list[Finding]:
                 "act alike on every process: loop.sum(), loop.any() or full_tensor() of local values; none of loop.is_padding"
             )
             return [Finding(f"part.{name}", f"{what}; without it, they compute the same", cure)]
+    own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
+    if in_double and not config.optimizer.get("turns"):
+        sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
+        (computed,) = _run(sgd, source, count=1)
+        if not computed.fault and not fault(parallel, sgd, computed):
+            why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
+            return [Finding("optimizer", f"{what}; {why}", _cure([*own, *_others()], fault))]
     one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})
     if "DTensor" in what and not fault(parallel, one_unit):
         cure = "model.parts.blocks=[], because its code uses the weights of a block outside the block's forward"
         return [Finding("parallel", what, cure)]
-    own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
-    return [Finding("parallel", what, next((line for line, node in [*own, *_others()] if not fault(node)), _NONE))]
+    return [Finding("parallel", what, _cure([*own, *_others()], fault))]
+
+
+def _cure(options: list[tuple[str, Node]], fault: Callable[[Node], str]) -> str:
+    """Return the text of the first of these strategies without a fault."""
+    return next((line for line, node in options if not fault(node)), _NONE)
 
 
 def _lost(ranks: list[Seen]) -> str:

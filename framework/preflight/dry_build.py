@@ -3,12 +3,14 @@
 import dataclasses
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from framework.build import components
+from framework.build.example import example_inputs
 from framework.checkpoint.file_tensors import stored_tensors
 from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
@@ -17,6 +19,7 @@ from framework.config.schema import INIT, Node, RunConfig
 from framework.config.targets import locate
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.config.validation import problems_of_build
+from framework.data.loader import load_split
 from framework.distributed.mesh import resolve_axes
 from framework.engine.forward import measures
 from framework.engine.seam import Demands
@@ -47,7 +50,9 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return problems
     if problems := _check_init(model, config.model.get("init_from")):
         return problems
-    give_example(model, components.example(components.dataset(config.dataset).info))
+    dataset = components.dataset(config.dataset)
+    load = partial(load_split, dataset, "train", seed=config.seed)
+    give_example(model, partial(example_inputs, dataset, load, dtype=torch.get_default_dtype()))
     try:
         freeze_parameters(model, config.trainer.freeze)
     except ValueError as error:

@@ -98,7 +98,6 @@ class Watch:
 class _Stage(Builder):
     """A builder of a rehearsal's trainer. Exceptions in the user's code become findings."""
 
-    sources: Mapping[Split, Source] = {}  # the splits that are loaded already
     watch: Watch
 
     def engine(self, module: nn.Module) -> Engine:
@@ -112,7 +111,7 @@ class _Stage(Builder):
     def _small(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         """Return the loader of the training split, or of the first batch of another split."""
         stored: Split = split if self.config.trainer.overfit_batches is None else "train"
-        source, build = self.sources[stored] if stored in self.sources else self.source(stored), self
+        source, build = self.source(stored), self
         if split == "train":
             build = in_whole_batches(self, source)  # type: ignore[assignment]
         else:
@@ -151,7 +150,7 @@ class Player:
         run = build.config.run
         place = folder if folder is not None else tempfile.mkdtemp(dir=run.dir)
         self._stage = _Stage(build.config, world=build.world).altered(run=run.model_copy(update={"dir": str(place)}))
-        self._stage.sources = sources
+        self._stage.loaded |= sources
         with blamed("model", "it, or its optimizer, cannot be built", "does a plain script build them? then please report it"):
             self.trainer = self._stage.trainer()
         self.engine, self.update, self.parts = self.trainer.engine, self.trainer.update, self.trainer.parts

@@ -44,7 +44,7 @@ def bitwise_couples_no_micro_batches(invariance: str, trainer: TrainerSection) -
 
 def statistics_are_over_samples(trainer: TrainerSection, parallel: Node) -> Iterator[Problem]:
     axes = sorted({"tensor", "pipeline", "context"} & parallel.keys())
-    if trainer.sync_batchnorm and axes:
+    if trainer.sync_batchnorm and axes and {"replicate", "shard"} & parallel.keys():  # else all processes have all samples
         what = f"true, but processes along the {axes[0]} axis do not have their own samples"
         yield Problem("trainer.sync_batchnorm", what, "false, or parallel=ddp, zero, fsdp or hsdp")
 

@@ -43,7 +43,7 @@ def test_the_units_are_the_blocks_wherever_they_are(name: str) -> None:
 def test_experts_that_a_forward_is_not_seen_to_enter_are_no_units() -> None:
     model = IMAGES["one moe"]()
     assert len(repeated(model)) == 3
-    give_example(model, torch.empty(2, 3, 16, 16, device="meta"))
+    give_example(model, lambda: torch.empty(2, 3, 16, 16, device="meta"))
     assert blocks_of(model) == []
     trace = traced(model)
     assert trace is not None and not trace.is_whole
@@ -69,7 +69,7 @@ class ReadsPositions(nn.Module):
 
 def test_positions_have_numbers_while_a_forward_is_followed() -> None:
     model = ReadsPositions()
-    give_example(model, torch.empty(2, 5, dtype=torch.int64, device="meta"))
+    give_example(model, lambda: torch.empty(2, 5, dtype=torch.int64, device="meta"))
     trace = traced(model)
     assert trace is not None and trace.is_whole and blocks_of(model) == [*model.layers]
 
@@ -99,7 +99,7 @@ def test_a_weight_that_is_read_is_seen() -> None:
             return self.called(x.to(self.called.weight.dtype)) @ self.read.weight
 
     model = Reads()
-    give_example(model, torch.empty(2, 4, device="meta"))
+    give_example(model, lambda: torch.empty(2, 4, device="meta"))
     trace = traced(model)
     assert trace is not None and trace.is_whole
     assert trace.read_elsewhere() == {id(model.read.weight)}

@@ -49,10 +49,13 @@ def test_a_weight_outside_of_the_chain_is_found() -> None:
 class Deep(nn.Module):
     def __init__(self, *, reads_values: bool) -> None:
         super().__init__()
+        self.embed = nn.Embedding(4, 4)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3))
         self.reads_values = reads_values
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():  # tokens: it reads whether there is padding
+            x = self.embed(x) * (1 if (x > 0).all() else (x > 0)[..., None])
         for block in self.blocks:
             x = block(x)
         return -x if self.reads_values and x.sum().item() > 0 else x
@@ -61,11 +64,13 @@ class Deep(nn.Module):
 def test_a_model_that_cannot_be_cut_is_told_why_and_what_to_do() -> None:
     def said(*, reads_values: bool, example: torch.Tensor | None) -> list[str]:
         model = Deep(reads_values=reads_values)
-        give_example(model, example)
+        give_example(model, lambda: example)
         return problems(model, demands=NOTHING, pipeline=2, schedule="1f1b")
 
     example = torch.empty(2, 4, device="meta")
-    assert said(reads_values=False, example=example) == []
-    for (line,), words in ((said(reads_values=False, example=None), "the dataset's info does not give the shape of an input"),
+    tokens = torch.tensor([[1, 2, 0], [3, 1, 2]])
+    assert said(reads_values=False, example=example) == said(reads_values=False, example=tokens) == []
+    for (line,), words in ((said(reads_values=False, example=None), "the shape of an input is not known"),
+                           (said(reads_values=False, example=tokens.to("meta")), "it reads the values of its tensors"),
                            (said(reads_values=True, example=example), "it reads the values of its tensors")):  # fmt: skip
         assert words in line and "add chain() to the model, or take another strategy" in line

@@ -32,7 +32,7 @@ def hf(kind: str, **options: Any) -> nn.Module:
 
 
 def followed(model: nn.Module) -> nn.Module:
-    give_example(model, torch.empty(2, 12, dtype=torch.long, device="meta"))
+    give_example(model, lambda: torch.empty(2, 12, dtype=torch.long, device="meta"))
     return model
 
 

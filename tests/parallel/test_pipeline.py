@@ -90,7 +90,7 @@ def test_two_stages_of_an_own_forward_on_a_process_are_not_sharded(tmp_path: Pat
 
 def sent_types(model: nn.Module, *, autocast: torch.dtype | None, dtype: Any = None) -> list[torch.dtype]:
     tokens = torch.zeros(2, 6, dtype=torch.long)
-    give_example(model, tokens)
+    give_example(model, lambda: tokens)
     forward = Forward(object(), seed=0, devices=[torch.device("cpu")], autocast=autocast)
     chain = chain_for(model)
     count = chain.num_links if isinstance(chain, OwnForward) else len(chain_of(model) or [])
@@ -110,7 +110,7 @@ def test_a_step_may_leave_out_blocks_but_not_all_after_a_cut(left_out: set[int])
 
     model, tokens, spans = LeavesOut(), torch.ones(2, 6, dtype=torch.long), [range(1), range(1, 3)]
     expected, cpu = model(tokens), torch.device("cpu")
-    give_example(model, tokens)
+    give_example(model, lambda: tokens)
     chain = chain_for(model)
     stages = chain.keep_own(spans, own=[0, 1], device=cpu)
     chain.fill([*stages.values()], device=cpu)

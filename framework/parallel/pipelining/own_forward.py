@@ -83,15 +83,12 @@ class OwnForward:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.blocks = _row_of_blocks(model)
         trace = traced(model)
         if trace is None:
-            raise Uncut("the dataset's info does not give the shape of an input (in_channels and image_size, or vocab_size "
-                        "and seq_len)")  # fmt: skip
-        if not trace.is_whole:
-            raise Uncut(
-                "it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape"
-            )
+            raise Uncut("the shape of an input is not known from the dataset's facts, and the model does not take its samples "
+                        "without their numbers")  # fmt: skip
+        _require_whole(trace)
+        self.blocks = _row_of_blocks(model)
         self._calls = _calls(self.blocks, trace)
         self._links = links_of_tensors(model, self.blocks, trace)
         self._copy, copies = on_meta(model)
@@ -109,10 +106,9 @@ class OwnForward:
         return [*(called.hidden for called in calls[1:]), outputs]
 
     def _trace_of(self, inputs: Tree) -> tuple[list[_Call], Any]:
-        example = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
-        key = repr(example)
+        key = repr(map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
         if key not in self._traced:
-            trace = follow(self._copy, example)
+            trace = follow(self._copy, inputs)
             self._traced[key] = _calls(self._copied_blocks, trace), trace.events[-1].value
         return self._traced[key]
 
@@ -255,8 +251,14 @@ def _row_of_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if type(block) is kind]
 
 
+def _require_whole(trace: Trace) -> None:
+    if not trace.is_whole:
+        raise Uncut("it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape")
+
+
 def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
     """Return how each block is called. Raise Uncut if they are not called once each, or one of them not with a tensor."""
+    _require_whole(trace)
     numbers = {block: number for number, block in enumerate(blocks)}
     entered = [event for event in trace.events if event.kind == "enter" and event.what in numbers]
     left = [event for event in trace.events if event.kind == "leave" and event.what in numbers]

@@ -18,6 +18,7 @@ from framework.engine.forward import Factor, Forward, counted, scaled
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, local
+from framework.modules.trace import example_of
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
@@ -56,7 +57,7 @@ class Pipeline:
         self._dtype = next(nn.Module.parameters(model)).dtype
         self._owners = owners(schedule, num_ranks=self._size)
         self._num_stages = len(self._owners)
-        self._spans = self._chain.spans(self._chain.costs(forward.example), num_stages=self._num_stages)
+        self._spans = self._chain.spans(self._chain.costs(example_of(model)), num_stages=self._num_stages)
         self.sent = Sent(self._chain, self._spans, forward=forward, plain=self._dtype, dtype=send_dtype)
         own = [n for n, rank in enumerate(self._owners) if rank == self._rank]
         self.stages = self._chain.keep_own(self._spans, own=own, device=world.device)
@@ -125,11 +126,17 @@ class Pipeline:
     # --- training
 
     def of(self, step: Step) -> Sequence[Sequence[MicroBatch]]:
-        """Cut a step into passes, because a schedule is made for one shape.
+        """Cut a step into passes, because a schedule is made for one shape, and a collate function can pad each differently.
 
-        A short micro-batch is the last of its rank, and runs alone. Then every other rank also runs its last micro-batch alone,
-        because all ranks gather shards in each pass.
+        If stages are sharded, all ranks gather shards in each pass. Then a short micro-batch is the last of its rank, and runs
+        alone, and every other rank also runs its last micro-batch alone.
         """
+        if self._same is None or self._summed_over is not None:  # not sharded
+            passes = dict[tuple[torch.Size, ...], list[MicroBatch]]()
+            for micro_batch in step.micro_batches:
+                shapes = tuple(value.shape for value in self.sent.like(micro_batch.inputs))
+                passes.setdefault(shapes, []).append(micro_batch)
+            return [*passes.values()]
         if step.is_even or len(step.micro_batches) == 1:
             return [step.micro_batches]
         *others, last = sorted(step.micro_batches, key=lambda micro_batch: (not micro_batch.is_padding, micro_batch.number))
