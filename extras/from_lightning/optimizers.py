@@ -212,16 +212,12 @@ class Plateau:
     def state_dict(self) -> dict[str, Any]:
         if self._followed is None:
             return {}
-        kept = {name: getattr(self._followed.scheduler, name) for name in _OF_PLATEAU}
-        return kept | {"calls": self._calls, "rates": [group["lr"] for group in self._followed.optimizer.param_groups]}
+        rates = [group["lr"] for group in self._followed.optimizer.param_groups]
+        return {"calls": self._calls, "rates": rates, "scheduler": self._followed.scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._followed is not None:
             self._calls = state["calls"]
-            for name in _OF_PLATEAU:
-                setattr(self._followed.scheduler, name, state[name])
+            self._followed.scheduler.load_state_dict(state["scheduler"])
             for group, lr in zip(self._followed.optimizer.param_groups, state["rates"]):
                 group["lr"] = lr
-
-
-_OF_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of torch's ReduceLROnPlateau

@@ -1,5 +1,6 @@
 """A learning rate that falls when a measured value no longer improves: torch's ReduceLROnPlateau, as a part of the loop."""
 
+import re
 from typing import Annotated, Any, Literal
 
 import torch
@@ -22,8 +23,8 @@ class Plateau:
         min_share: Annotated[float, Ge(0)],
     ) -> None:  # fmt: skip
         self.split, _, self.metric = monitor.partition("/")
-        if self.split not in ("train", "val", "test") or not self.metric:
-            raise ValueError(f"monitor={monitor}: is not valid (SPLIT/METRIC, as in val/loss)")
+        if not re.fullmatch(r"(val(\.\w+)?|test)/.+", monitor):
+            raise ValueError(f"monitor={monitor}: is not valid (val/METRIC, val.NAME/METRIC or test/METRIC)")
         self._shared = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
             self._shared, mode=mode, factor=factor, patience=patience, threshold=threshold, cooldown=cooldown, min_lr=min_share
@@ -39,10 +40,8 @@ class Plateau:
             self._scheduler.step(row[self.metric])
 
     def state_dict(self) -> dict[str, Any]:
-        kept = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-        return {name: getattr(self._scheduler, name) for name in kept} | {"share": self._shared.param_groups[0]["lr"]}
+        return {"share": self._shared.param_groups[0]["lr"], "scheduler": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._shared.param_groups[0]["lr"] = state["share"]
-        for name in state.keys() - {"share"}:
-            setattr(self._scheduler, name, state[name])
+        self._scheduler.load_state_dict(state["scheduler"])
