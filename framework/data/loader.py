@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader
 from framework.data.alone import alone
 from framework.data.order import Order, Part, parts
 from framework.data.source import Arrays, Dataset, Source, Split, draws_nothing, is_in_memory, is_vectorised
+from framework.data.stream import ENDLESS
 from framework.data.to_device import ToDevice, mapped_except
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.randomness import key, keys, seed_generators, seeded
-from framework.runtime.exits import RunEnded
+from framework.runtime.exits import RunEnded, Unfit
 from framework.runtime.files import open_files
 from framework.runtime.forks import begin_child
 from framework.runtime.preemption import SIGNALS
@@ -73,6 +74,8 @@ class Loader:
         Micro-batches are numbered over the whole split.
         """
         size = self.order.global_batch_size
+        if len(self.source) == ENDLESS:
+            raise Unfit(f"{self.split}: is a stream without an end (dataset.length.{self.split}=N)")
 
         def fetch(start: int) -> Step:
             samples = np.arange(start, min(start + size, len(self.source)))

@@ -321,3 +321,12 @@ def test_a_mark_leads_to_the_place_that_it_was_taken_at() -> None:
     other.seek(mark)
     assert mark["pass"] == 2 and mark["state"] == {"at": 10}
     assert other.sample(47)[1] == source.sample(47)[1] and other.sample(46)[1] == expected[1]
+
+
+def test_an_evaluation_of_a_stream_without_an_end_is_refused(tmp_path: Path) -> None:
+    trained = finished(*RUN, *NET, *of("Drawn"), root=tmp_path / "runs")
+    for mode in ("eval", "predict"):
+        refused = command(f"mode={mode}", f"run.dir={trained.directory}", f"{mode}.split=train", root=tmp_path / mode)
+        assert refused.code == 78 and "train: is a stream without an end (dataset.length.train=N)" in refused.output, (
+            refused.output
+        )
