@@ -47,6 +47,7 @@ class Run:
     """A run on the disk: its configuration and its measurements."""
 
     directory: Path
+    began: float | None = None  # of a draft: when it started
 
     @property
     def config(self) -> dict[str, Any]:
@@ -55,8 +56,11 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """`summary.json`: status, step, metrics, world size, ..."""
-        return RunDirectory(self.directory).read_summary()
+        """`summary.json`: status, step, metrics, world size, ... ValueError if another draft is in its place."""
+        summary = RunDirectory(self.directory).read_summary()
+        if self.began is not None and summary.get("began") != self.began:
+            raise ValueError(f"{self.directory}: another draft has replaced this one (keep what you need of a draft before)")
+        return summary
 
     @property
     def metrics(self) -> dict[str, dict[str, Row]]:
@@ -119,7 +123,7 @@ def run(*overrides: str, **keys: Any) -> Run:
         raise RunFailed(code, str(done.summary.get("error") or "the problem is on standard error"))
     if code == Exit.FINISHED and hasattr(keys.get("model"), "load_state_dict"):
         keys["model"].load_state_dict(load(done.directory).state_dict())
-    return done
+    return Run(done.directory, done.summary.get("began")) if config.draft else done
 
 
 def _complete(directory: Path) -> RunConfig:

@@ -3,36 +3,57 @@
 import copy
 import inspect
 import json
+import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from framework.runtime.log import LOGGER
 from framework.runtime.problem import Problem
 from framework.runtime.program import typed_override
 
-_SPLITS = ("train", "val", "test")
 _HELD: dict[str, Any] = {}  # the objects of the last call that has some
+_OTHER_NAMES = {"validation": "val"}  # of splits
 
 
 def words_of(given: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
     """Return the overrides for keyword arguments, and hold those that are objects for the functions below."""
     words, problems, held = list[str](), list[Problem](), dict[str, Any]()
     for key, value in given.items():
-        if _is_plain(value):
-            words += _overrides(key, value)
-        elif key == "dataset":
-            words += _of_data(value, held)
-        elif key in ("model", "task", "optimizer"):
-            held[key] = value
-            words.append(f"{key}._target_={__name__}.held_{key}")
-        else:
-            what = f"a {type(value).__name__} is not a value of this key"
-            problems.append(Problem(key, what, "an object can be a model, a dataset, a task or an optimizer"))
-    if held:
+        try:
+            if _is_plain(value):
+                words += _overrides(key, value)
+            elif key == "dataset":
+                words += _of_data(value, held)
+            elif key in ("model", "task", "optimizer"):
+                held[key] = value
+                words.append(f"{key}._target_={__name__}.held_{key}")
+            else:
+                what = f"a {type(value).__name__} is not a value of this key"
+                raise ValueError(f"{what} (an object can be a model, a dataset, a task or an optimizer)")
+            if key == "optimizer":
+                _require_whole(value, given.get("model"))
+        except ValueError as error:
+            problems.append(Problem(key, str(error)))
+    if held and not problems:
         _HELD.clear()
         _HELD.update(held)
         words.append("draft=true")
     return words, problems
+
+
+def _require_whole(optimizer: Any, model: Any) -> None:
+    """ValueError if an optimizer that exists does not hold the parameters of the model that are trained."""
+    groups, parameters = getattr(optimizer, "param_groups", None), getattr(model, "parameters", None)
+    if groups is None:
+        return
+    if len(groups) > 1:
+        raise ValueError("has several groups of parameters (a function of the parameters, and optimizer.groups)")
+    held = {id(one) for one in groups[0]["params"]}
+    trained = {id(one) for one in parameters() if one.requires_grad} if parameters is not None else held
+    if held != trained:
+        what = f"holds {len(held)} parameters, and the model trains {len(trained)}"
+        raise ValueError(f"{what} (requires_grad_(False) for those that stay, and the others in the optimizer)")
 
 
 def _is_plain(value: Any) -> bool:
@@ -58,20 +79,43 @@ def _text(value: Any) -> str:
 
 
 def _of_data(data: Any, held: dict[str, Any]) -> list[str]:
+    """Return the overrides for data, and hold each split. ValueError for what no run can read."""
+    from framework.data.map_style import has_index, unwrapped
+
+    splits = {"train": data}
+    if isinstance(data, Mapping) and "train" in data:
+        splits = {_OTHER_NAMES.get(name, str(name)): value for name, value in data.items()}
+    if isinstance(val := splits.get("val"), Mapping):
+        splits |= {"val": next(iter(val.values())), **{f"val.{name}": one for name, one in val.items()}}
+    if odd := [name for name in splits if not re.fullmatch(r"train|val(\.\w+)?|test", name)]:
+        raise ValueError(f"{odd[0]} is no split (train, val, test; or several in val, by name)")
+    if "val" in splits:  # then no share of train is left out
+        splits.setdefault("test", splits["val"])
+    splits = {name: _readable(value, name) for name, value in splits.items()}
+    made = {name: unwrapped(_made(value), key=name)[0] for name, value in splits.items()}
+    kinds = {"map_style" if has_index(one) else "stream" for one in made.values()}
+    if len(kinds) > 1:
+        raise ValueError("some splits have an index, and others are streams (all of one kind)")
+    held |= splits
+    if any(name.startswith("val.") for name in splits):
+        del splits["val"]
+    nodes = {name: f"{{_target_: {__name__}.held_split, name: {name}}}" for name in splits}
+    return [f"dataset={kinds.pop()}", *(f"dataset.{name}={node}" for name, node in nodes.items())]
+
+
+def _readable(samples: Any, split: str) -> Any:
     from torch import Tensor
     from torch.utils.data import TensorDataset
 
-    from framework.data.map_style import has_index, unwrapped
+    if isinstance(samples, Iterator):
+        raise ValueError(f"{split} is an iterator, which can be read once (the function that makes it)")
+    is_tensors = isinstance(samples, tuple) and all(isinstance(one, Tensor) for one in samples)
+    return TensorDataset(*samples) if is_tensors else samples
 
-    splits = data if isinstance(data, Mapping) and data.keys() <= {*_SPLITS} else {"train": data}
-    if "val" in splits:  # then no share of train is left out
-        splits = {"test": splits["val"], **splits}
-    kinds = set()
-    for split, samples in splits.items():
-        is_tensors = isinstance(samples, tuple) and all(isinstance(one, Tensor) for one in samples)
-        held[split] = TensorDataset(*samples) if is_tensors else samples
-        kinds.add("map_style" if has_index(unwrapped(held[split], key=f"dataset.{split}")[0]) else "stream")
-    return [f"dataset={max(kinds)}", *(f"dataset.{split}={{_target_: {__name__}.held_{split}}}" for split in splits)]
+
+def _made(samples: Any) -> Any:
+    is_function = callable(samples) and not hasattr(samples, "__iter__") and not hasattr(samples, "__getitem__")
+    return samples() if is_function else samples
 
 
 # --- what the configuration names
@@ -81,16 +125,9 @@ def held_model() -> Any:
     return copy.deepcopy(_held("model"))
 
 
-def held_train() -> Any:
-    return _held("train")
-
-
-def held_val() -> Any:
-    return _held("val")
-
-
-def held_test() -> Any:
-    return _held("test")
+def held_split(name: str) -> Any:
+    """Return a dataset or a stream; of a function, what it makes."""
+    return _made(_held(name))
 
 
 def held_task() -> Any:
@@ -99,33 +136,47 @@ def held_task() -> Any:
 
 
 def held_optimizer(parameters: Iterable[Any]) -> Any:
-    """Return the optimizer for these parameters: of a class or function, or like an optimizer that exists."""
+    """Return the optimizer for these parameters: of a class or function, or with the settings of an optimizer that exists."""
     given = _held("optimizer")
     if callable(given):
         return given(parameters)
-    if len(given.param_groups) > 1:
-        raise ValueError(
-            "optimizer: it has several groups of parameters (a function that takes the parameters; optimizer.groups)"
-        )
-    known = inspect.signature(type(given)).parameters
-    return type(given)(parameters, **{name: value for name, value in given.defaults.items() if name in known})
+    known, group = inspect.signature(type(given)).parameters, given.param_groups[0]
+    return type(given)(parameters, **{name: group[name] for name in known if name in group and name != "params"})
 
 
 class LossFunction:
     """A task of `function(outputs, targets)`: the mean loss over the samples of a batch, or a loss for each."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
-        self.function = function
+        self.function, self._is_checked = function, False
 
     def loss(self, outputs: Any, targets: Any) -> Any:
         from framework.modules.tensors import first_tensor
 
         found, tensor = self.function(outputs, targets), first_tensor(targets)
         count = len(tensor if tensor is not None else targets)
-        return (found * count if found.ndim == 0 else found.reshape(count, -1).mean(1).sum()), count
+        if found.ndim:
+            return found.reshape(count, -1).mean(1).sum(), count
+        if not self._is_checked and count > 1:
+            self._is_checked = True
+            self._look_at_halves(outputs, targets, count, found)
+        return found * count, count
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Any]:
         return {}
+
+    def _look_at_halves(self, outputs: Any, targets: Any, count: int, whole: Any) -> None:
+        """Warn of a loss that is no mean over the samples: its gradients depend on how a step is cut."""
+        from framework.modules.tensors import map_tensors
+
+        def loss_of(part: slice) -> float:
+            cut = (map_tensors(lambda one: one.detach()[part] if len(one) == count else one, tree) for tree in both)
+            return float(self.function(*cut)) * len(range(count)[part])
+
+        both, expected = (outputs, targets), float(whole.detach()) * count
+        if abs(loss_of(slice(0, count // 2)) + loss_of(slice(count // 2, count)) - expected) > 1e-3 * abs(expected):
+            what = "it depends on how a step is cut into micro-batches and processes (reduction='mean'; or a task of your own)"
+            LOGGER.warning("task: the loss of a batch is not the mean of its samples' losses: %s", what)
 
 
 def _held(name: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from framework import ConfigurationError, RunFailed, compose, load, run
+from framework import ConfigurationError, compose, load, run
 from framework.config.folders import ROOT
 from tests.harness import typed
 
@@ -126,6 +126,8 @@ DATA: dict[str, Callable[[], Any]] = {
         "val": TensorDataset(*data(8)),
     },
     "a stream": lambda: {"train": Endless(), "val": Endless()},
+    "a generator function": lambda: {"train": pairs, "validation": pairs},
+    "several for validation": lambda: {"train": data(), "val": {"one": data(8), "two": data(9)}},
 }
 
 
@@ -135,10 +137,30 @@ def test_data_come_in_as_they_are(kind: str, tmp_path: Path) -> None:
     def program() -> None:
         net = network()
         done = run(model=net, dataset=DATA[kind](), task=nn.MSELoss(), optimizer=torch.optim.Adam, **KEYS)
-        assert [row["split"] for row in done.rows].count("train") == 12
+        splits = [row["split"] for row in done.rows]
+        assert splits.count("train") == 12 and ("val.two" in splits) is (kind == "several for validation")
         assert not torch.equal(net.state_dict()["0.weight"], network().state_dict()["0.weight"])
 
     in_a_program(program, tmp_path)
+
+
+def test_the_rest_of_a_model_stays_and_a_loss_that_is_no_mean_is_told(tmp_path: Path) -> None:
+    def program() -> None:
+        net: Any = network()
+        net[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(net[2].parameters(), lr=0.5)
+        optimizer.param_groups[0]["lr"] = 0.25
+        done = run(model=net, dataset=SAMPLES, task=nn.MSELoss(reduction="sum"), optimizer=optimizer, **KEYS)
+        assert torch.equal(net.state_dict()["0.weight"], network().state_dict()["0.weight"]) and done.rows[0]["lr"] == 0.25
+        assert not torch.equal(net.state_dict()["2.weight"], network().state_dict()["2.weight"])
+        first = run(model=network(), dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
+        run(model=network(4), dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
+        with pytest.raises(ValueError, match="another draft has replaced this one"):
+            first.metrics  # noqa: B018
+
+    ended = typed("--version", directory=tmp_path, before=program)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("the loss of a batch is not the mean of its samples' losses") == 1, ended.output
 
 
 def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_path: Path) -> None:
@@ -148,8 +170,17 @@ def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_
         with pytest.raises(ConfigurationError, match="trainer.max_stepz: unknown key"):
             compose(trainer={"max_stepz": 3})
         two = torch.optim.SGD([{"params": [p]} for p in network().parameters()], lr=0.1)
-        with pytest.raises((ConfigurationError, RunFailed)):
+        with pytest.raises(ConfigurationError, match="optimizer: has several groups"):
             run(model=network(), dataset=SAMPLES, task=nn.MSELoss(), optimizer=two, **KEYS)
+        net: Any = network()
+        with pytest.raises(ConfigurationError, match="optimizer: holds 2 parameters, and the model trains 4"):
+            run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD(net[2].parameters(), lr=0.1), **KEYS)
+        with pytest.raises(ConfigurationError, match="dataset: train is an iterator, which can be read once"):
+            run(model=net, dataset={"train": pairs(), "val": pairs()}, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
+        with pytest.raises(ConfigurationError, match="dataset: some splits have an index, and others are streams"):
+            run(model=net, dataset={"train": pairs, "val": data()}, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
+        with pytest.raises(ConfigurationError, match="dataset: tests is no split"):
+            compose(model=net, dataset={"train": data(), "tests": data()})
         config = compose("model=mlp", trainer={"max_steps": 3}, name="it's", seed=4)
         assert (config.trainer.max_steps, config.name, config.seed, config.draft) == (3, "it's", 4, False)
         net = network()

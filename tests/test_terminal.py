@@ -268,7 +268,7 @@ def test_plain_lines_become_rarer(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 @pytest.mark.parametrize("num_cores", [1, 2])
 def test_more_processes_than_cores_is_said_once(num_cores: int, tmp_path: Path) -> None:
     def plant() -> None:
-        numerics.os.sched_getaffinity = lambda _: set(range(num_cores))  # type: ignore[attr-defined]
+        numerics.cpus = lambda: list(range(num_cores))
 
     run = finished(*RUN, *DDP, "trainer.max_epochs=1", root=tmp_path / "runs", before=plant)
     said = re.findall(r"^2 processes share 1 core of \S+: .*launch\.nproc_per_node.*$", run.output, re.MULTILINE)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from framework.data.alone import alone
 from framework.data.order import Order, Part, parts
 from framework.data.source import Arrays, Dataset, Source, Split, draws_nothing, is_in_memory, is_vectorised
-from framework.data.stream import ENDLESS
+from framework.data.stream import ENDLESS, noted
 from framework.data.to_device import ToDevice, mapped_except
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
@@ -64,9 +64,8 @@ class Loader:
 
     def train(self, samples_seen: int) -> Iterator[Step]:
         """Yield the steps after `samples_seen` samples, without end."""
-        for step in self._run(partial(self._positions, samples_seen), self.train_step):
-            self.mark = step.mark or self.mark
-            yield step
+        steps = self._run(partial(self._positions, samples_seen), self.train_step)
+        return noted(steps, self) if hasattr(self.source, "mark") else steps
 
     def evaluate(self) -> Iterator[Step]:
         """Yield batches that hold, over all ranks, each sample of the split once, in the stored order.

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from framework.runtime.log import LOGGER
 
 ENDLESS = 1 << 62  # samples: the length of a training stream that has none
 _MANY = 10_000  # samples whose repeated reading is worth a line
+_EVIDENCE = 64  # samples after a place that must be the same when a state leads there: one alone may be equal to another
+_STARTS = 16  # samples at the start of a pass
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,7 +67,11 @@ class Stream:
         if self.val is None:
             make, skipped = make or self.train, self.length["val"] if name == "train" else 0
         assert make is not None  # the constructor has refused a missing val
-        return Streamed(self, make, split=name, skipped=skipped)
+        source = Streamed(self, make, split=name, skipped=skipped)
+        if make is self.train and self.val is None and not source.begins_alike:
+            what = "is missing, and each pass of train begins with other samples (it shuffles or draws)"
+            raise ValueError(f"dataset.val: {what} (a stream of its own: another file, or take() and skip() before a shuffle)")
+        return source
 
     def transform(self, inputs: Any, targets: Any, *, keys: np.ndarray | None) -> tuple[Any, Any]:
         return inputs, targets
@@ -88,7 +95,9 @@ class Streamed:
         self._collate = dataset.collate or collate
         self._process, self._mark, self._place = os.getpid(), dict[str, Any](), ENDLESS  # not begun
         self._pass, self._length, self._is_new = 0, ENDLESS, True
-        self._items, self._held = iter(()), list[Any]()  # `_held`: the next sample, if it has been read
+        self._items, self._held = iter(()), list[Any]()  # `_held`: the next samples, if they have been read
+        self._next_mark: dict[str, Any] | None = None  # whose next samples are still read
+        self._last_mark = dict[str, Any]()
         self._length = self._known_length()
 
     def _made_anew(self) -> tuple[Any, Any]:
@@ -117,6 +126,17 @@ class Streamed:
             raise ValueError(f"dataset.{self._split}: has no sample")
         return count
 
+    @property
+    def begins_alike(self) -> bool:
+        """Whether two passes begin with the same samples."""
+        starts, skipped, self._skipped = list[list[str]](), self._skipped, 0
+        for number in range(2):
+            self._begin_pass(number, at=0)
+            with alone():
+                starts.append([*map(_text_of, islice(self._items, _STARTS))])
+        self._skipped, self._place = skipped, ENDLESS
+        return starts[0] == starts[1]
+
     def __len__(self) -> int:
         return self._length
 
@@ -132,18 +152,18 @@ class Streamed:
         return collated(samples, self._collate, inputs=self._dataset.inputs, targets=self._dataset.targets)
 
     def mark(self, number: int) -> dict[str, Any]:
-        """Return where the stream is before a sample, in plain values; empty if it has no state, or is between two passes."""
-        from framework.data.fingerprint import of_sample
+        """Return a place at or before a sample: the latest whose state is known together with many samples after it.
 
+        It consists of plain values. Empty: there is none, because the stream has no state or has just begun.
+        """
         self._go_to(number)
-        if number % self._length == 0 or self._held or self._initial is None:
-            return {}
-        try:
-            mark = {"place": number, "pass": self._pass, "state": json.loads(json.dumps(self._made.state_dict()))}
-        except (TypeError, ValueError):  # a state that JSON cannot hold
-            return {}
-        self._held, self._place = [self._read()], number
-        return mark | {"next": of_sample(self._held[0])}
+        if self._next_mark is not None and len(self._next_mark["next"]) >= _EVIDENCE:
+            self._last_mark, self._next_mark = self._next_mark, None
+        if self._next_mark is None and self._initial is not None and not self._held and number % self._length:
+            with suppress(TypeError, ValueError):  # a state that JSON cannot hold
+                state = json.loads(json.dumps(self._made.state_dict()))
+                self._next_mark = {"place": number, "pass": self._pass, "state": state, "next": []}
+        return self._last_mark
 
     def seek(self, mark: dict[str, Any]) -> None:
         """Continue from a mark, if that saves reading the samples before it."""
@@ -157,20 +177,20 @@ class Streamed:
 
     def _go_back(self, number: int) -> None:
         """Begin again before a sample: at the mark, or at the start of its epoch."""
-        from framework.data.fingerprint import of_sample
         from framework.runtime.torch_internals import forget_loader_process
 
         if self._process != os.getpid():  # an open file, a shared counter: what has been forked belongs to both processes
             forget_loader_process()
             self._process, (self._made, _) = os.getpid(), self._made_anew()
-        epoch, mark = number // self._length, self._mark
+        epoch, mark, self._next_mark = number // self._length, self._mark, None
         if mark and epoch * self._length < mark["place"] <= number:
             with suppress(Exception):  # of code that takes the state
                 self._begin_pass(mark["pass"], at=mark["place"], state=mark["state"])
-                self._held, self._place = [self._read()], mark["place"]
-                if of_sample(self._held[0]) == mark["next"]:
+                samples = [self._read() for _ in mark["next"]]
+                if list(map(_text_of, samples)) == mark["next"]:
+                    self._held, self._place = samples, mark["place"]
                     return
-            what = "its state does not lead to the next sample: the buffer of a shuffle, for example, is not in it"
+            what = "its state does not lead to the next samples: the buffer of a shuffle, for example, is not in it"
             LOGGER.info("dataset.%s: %s", self._split, what)
             self._mark = {}
         self._begin_pass(epoch if self._length != ENDLESS else 0, at=epoch * self._length)
@@ -197,7 +217,7 @@ class Streamed:
         """Return the next sample."""
         if self._held:
             self._place += 1
-            return self._held.pop()
+            return self._held.pop(0)
         if self._place % self._length == 0 and not self._is_new:
             self._begin_pass(self._place // self._length, at=self._place)
         while True:
@@ -213,6 +233,8 @@ class Streamed:
             if sample is None:
                 raise ValueError(f"sample {self._place} of {self._split}: it is None (leave it out of the stream)")
             self._place, self._is_new = self._place + 1, False
+            if self._next_mark is not None and len(self._next_mark["next"]) < _EVIDENCE:
+                self._next_mark["next"].append(_text_of(sample))
             return sample
 
     def _next_pass(self) -> int:
@@ -223,3 +245,16 @@ class Streamed:
             what = f"the stream has ended before sample {self._place % self._length} of {self._length}"
             raise ValueError(f"dataset.{self._split}: {what} (dataset.length.{self._split})")
         return self._pass + 1
+
+
+def _text_of(sample: Any) -> str:
+    from framework.data.fingerprint import of_sample  # it imports torch
+
+    return of_sample(sample)
+
+
+def noted(steps: Iterator[Any], loader: Any) -> Iterator[Any]:
+    """Yield steps, and keep the mark of the last one for a checkpoint."""
+    for step in steps:
+        loader.mark = step.mark or loader.mark
+        yield step

@@ -92,7 +92,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft.problems = list(first.values())
     if not draft.problems:
         draft.change("model", components.with_init_digest)
-    if imports:
+    if imports or is_known:
         # in a sweep or a notebook, the modules must not count as the modules of another run, and may be older than their files
         draft.add(edited_problems(targets_in(draft.fields)))
     return draft

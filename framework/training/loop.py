@@ -133,7 +133,9 @@ class Trainer:
 
     def is_due(self, every: int | str | None, *, at: int | None = None) -> bool:
         at = self.progress.step if at is None else at
-        return self.plan.is_due(every, step=at, samples_seen=self.progress.samples_seen, size=self.size)
+        if isinstance(every, str):
+            return self.plan.is_due(every, step=at, samples_seen=self.progress.samples_seen, size=self.size)
+        return at >= self.plan.total_steps or (every is not None and at % every == 0)
 
     def take(self, step: Step) -> None:
         """Take one optimizer step, and log it if due. Raise Diverged, without a step, if it is not finite."""
@@ -265,10 +267,9 @@ class Trainer:
         self.parts.saving()
         require_equal_replicas(self.engine.module, world=self.world)
         self.speed.tick(self.progress)
-        kept = plain_state_of_all(self.held, initial=self.update.initial, world=self.world)
+        kept = plain_state_of_all(self.held, initial=self.update.initial, world=self.world).model_dump()
         flush = functools.partial(self.recorder.flush, **self.summary())
-        state = self.state_dict() | {"kept": kept.model_dump()}
-        self.saver.save(self.progress.step, state_tensors(self.held), state, flush=flush)
+        self.saver.save(self.progress.step, state_tensors(self.held), self.state_dict() | {"kept": kept}, flush=flush)
 
     def summary(self) -> dict[str, Any]:
         measured = {"goodput": self.progress.goodput, "memory_gib": self.memory_gib}

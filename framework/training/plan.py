@@ -29,10 +29,8 @@ class Plan:
             samples_of(period, epoch_size=order.epoch_size, sample_tokens=order.sample_tokens)  # refuses what cannot be counted
         return cls(total_steps, settings, checkpoint_every, grace_s, order.epoch_size, order.sample_tokens)
 
-    def is_due(self, every: Period | None, *, step: int, samples_seen: int, size: int) -> bool:
-        """Return whether something is due after a step of `size` samples, with which so many were seen."""
-        if not isinstance(every, str):
-            return step >= self.total_steps or (every is not None and step % every == 0)
+    def is_due(self, every: str, *, step: int, samples_seen: int, size: int) -> bool:
+        """Return whether what is counted in samples is due after a step of `size` samples, with which so many were seen."""
         samples = samples_of(every, epoch_size=self.epoch_size, sample_tokens=self.sample_tokens)
         return step >= self.total_steps or samples is not None and samples_seen // samples > (samples_seen - size) // samples
 
