@@ -148,7 +148,8 @@ class LossFunction:
     """A task of `function(outputs, targets)`: the mean loss over the samples of a batch, or a loss for each."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
-        self.function, self._is_checked = function, False
+        own_state = [*getattr(function, "buffers", list)()] and not type(function).__module__.startswith("torch.")
+        self.function, self._is_checked = function, bool(own_state)  # which two more calls would change
 
     def loss(self, outputs: Any, targets: Any) -> Any:
         from framework.modules.tensors import first_tensor

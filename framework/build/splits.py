@@ -50,11 +50,11 @@ def dataset_problems(dataset: Node, *, known: list[str]) -> list[Problem]:
 
 def _named(node: Node) -> dict[str, Node]:
     named = node.get("val")
-    if not isinstance(named, dict) or "_target_" in named or not all(isinstance(one, dict) for one in named.values()):
-        return {}
+    if not isinstance(named, dict) or not any(isinstance(one, dict) and "_target_" in one for one in named.values()):
+        return {}  # or the user's own dataset has an argument of this name
     if odd := [name for name in named if not re.fullmatch(r"\w+", str(name))]:
         raise ValueError(f"dataset.val.{odd[0]}: is not valid (a name of letters, digits and _)")
-    if named and (node.get("folds") is not None or any("_target_" not in one for one in named.values())):
+    if node.get("folds") is not None or not all(isinstance(one, dict) and "_target_" in one for one in named.values()):
         raise ValueError("dataset.val: has names (each with a node that has a _target_; and without dataset.folds)")
     return named
 
