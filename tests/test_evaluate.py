@@ -183,7 +183,7 @@ def leave(run: Path) -> None:
     [
         (leave, "optimizer.lr=1", 78, "optimizer.lr: cannot be given to mode=eval: the mode uses the run as it is (only run.dir"),
         (leave, "launch.nnodes=2", 78, "parallel: single is one process, but 2 nodes of launch.nproc_per_node=1 give 2"),
-        (leave, "eval.split=tst", 78, "eval.split: 'tst' is not valid (one of train, val, test, or text; did you mean test?)"),
+        (leave, "eval.split=tst", 78, "eval.split: 'tst' is not valid (one of train, val, test, or val.NAME; did you mean test?)"),
         (leave, "parallel=tensor launch.nproc_per_node=3", 78, "parallel.tensor: 3: does not divide the 16 features"),
         (leave, "run.checkpoint=lst", 65, "(last, best, final, a path, or a step (the run has: 2, 4, 6, 8, 10))"),
         (lambda run: (run / "config.yaml").unlink(), "", 65, "is not a run: there is no config.yaml"),

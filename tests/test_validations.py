@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from tests.harness import assert_close, command, finished
 from tests.test_any_data import MAP, RUN, TWO
@@ -46,3 +47,34 @@ def test_what_is_wrong_with_a_set_is_named_by_its_key(tmp_path: Path) -> None:
     assert "checkpoint.monitor: 'val.noizy/loss' is not valid" in unknown.output and "val.noisy/loss" in unknown.output
     folds = command(*RUN, *MAP, *SETS, "dataset.folds=3", "dataset.fold=0", root=tmp_path)
     assert folds.code == 78 and "dataset.val: has names (each with" in folds.output, folds.output
+
+
+def test_a_set_is_fetched_and_measured_before_the_start_and_may_have_nodes_in_it(tmp_path: Path) -> None:
+    class_of = "_target_: tests.test_validations.Changed, data: {_target_: tests.test_any_data.Pictures, size: 11}"
+    finished(*RUN, *MAP, f"dataset.val={{{class_of}}}", "rehearse=true", root=tmp_path / "one")
+    broken = [f"dataset.val.good={{{class_of}}}", f"dataset.val.bad={{{class_of}, width: 5}}"]
+    refused = command(*RUN, *MAP, *broken, "rehearse=true", root=tmp_path / "several")
+    assert refused.code == 78 and "cannot be multiplied" in refused.output, refused.output
+    gone = command(
+        *RUN,
+        *MAP,
+        f"dataset.val.good={{{class_of}}}",
+        f"dataset.val.bad={{{PICTURES}, damaged: 0}}",
+        "rehearse=true",
+        root=tmp_path / "gone",
+    )
+    assert gone.code == 78 and "its split val.bad cannot be fetched" in gone.output, gone.output
+
+
+class Changed:
+    """A dataset with another in it, and with samples of another width."""
+
+    def __init__(self, data: Any, width: int = 12) -> None:
+        self.data, self.width = data, width
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        picture, label = self.data[index]
+        return picture[: self.width], label

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from framework.build import components
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.data.source import Dataset, Source
+from framework.data.source import Dataset, Selected, Source
 from framework.modules.tensors import Tree, map_tensors
 from framework.randomness import seeded
 
@@ -26,13 +27,14 @@ def example_inputs(dataset: Dataset, load: Callable[[], Source], *, dtype: torch
 
 
 def _first_inputs(dataset: Dataset, source: Source, *, dtype: torch.dtype) -> Tree:
-    order, device = Order(num_samples=len(source), global_batch_size=2, seed=0, drop_last=False), torch.device("cpu")
-    loader = Loader(dataset, source, order=order, micro_batch_size=2, dp_rank=0, dp_size=1, device=device, dtype=dtype)
+    two, device = Selected(source, np.arange(min(2, len(source)))), torch.device("cpu")
+    order = Order(num_samples=len(two), global_batch_size=2, seed=0, drop_last=False)
+    loader = Loader(dataset, two, order=order, micro_batch_size=2, dp_rank=0, dp_size=1, device=device, dtype=dtype)
     loader.num_workers = 0
     with seeded(0):  # the samples may draw
-        (two, *_) = next(loader.evaluate()).micro_batches
+        (batch, *_) = next(loader.evaluate()).micro_batches
 
     def without_storage(tensor: Tensor) -> Tensor:
         return tensor.to("meta") if tensor.is_floating_point() else tensor
 
-    return map_tensors(without_storage, two.inputs)
+    return map_tensors(without_storage, batch.inputs)

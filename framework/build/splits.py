@@ -50,8 +50,10 @@ def dataset_problems(dataset: Node, *, known: list[str]) -> list[Problem]:
 
 def _named(node: Node) -> dict[str, Node]:
     named = node.get("val")
-    if not isinstance(named, dict) or not any(isinstance(one, dict) and "_target_" in one for one in named.values()):
-        return {}  # or the user's own dataset has an argument of this name
+    if not isinstance(named, dict) or "_target_" in named:
+        return {}
+    if not any(isinstance(one, dict) and "_target_" in one for one in named.values()):
+        return {}  # the user's own dataset has an argument of this name
     if odd := [name for name in named if not re.fullmatch(r"\w+", str(name))]:
         raise ValueError(f"dataset.val.{odd[0]}: is not valid (a name of letters, digits and _)")
     if node.get("folds") is not None or not all(isinstance(one, dict) and "_target_" in one for one in named.values()):

@@ -4,6 +4,7 @@ import functools
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from framework.config.period import WITH_UNIT
+from framework.config.section import OTHER_VALIDATION
 from framework.config.spelling import nearest
 from framework.config.targets import UNIONS
 from framework.runtime.problem import shown
@@ -15,6 +16,7 @@ _NAMES = {
     bool: "true or false",
     str: "text",
     WITH_UNIT: "a number with a unit, as in 1ep, 5000samples, 80000tokens or 10min",
+    OTHER_VALIDATION: "val.NAME",
     type(None): "null",
     list[int]: "a list of integers, as in [1, 2]",
     list[float]: "a list of numbers, as in [0.9, 0.99]",
@@ -24,7 +26,7 @@ _NAMES = {
 
 def bare(annotation: Any) -> Any:
     """Return an annotation without `Annotated` around it or around its members."""
-    if annotation == WITH_UNIT:
+    if annotation in (WITH_UNIT, OTHER_VALIDATION):
         return annotation
     if get_origin(annotation) is Annotated:
         return bare(get_args(annotation)[0])

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from framework.config.launch import LaunchSection
-from framework.config.section import Count, Positive, Section, setting, texts_in
+from framework.config.section import OTHER_VALIDATION, Count, Positive, Section, setting, texts_in
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.runtime.problem import Problem
 
@@ -48,7 +48,7 @@ class RunSection(Section):
                 yield Problem(name, f"{path!r} is not valid", "a directory; ~ is not replaced: use $HOME")
 
 
-OneSplit = Literal["train", "val", "test"] | Annotated[str, StringConstraints(pattern=r"^val\.\w+$")]
+OneSplit = Literal["train", "val", "test"] | OTHER_VALIDATION
 
 
 class EvalSection(Section):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from framework.runtime.problem import Problem
@@ -12,6 +12,7 @@ LARGEST = 2**63 - 1  # 64 bits
 
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+OTHER_VALIDATION = Annotated[str, StringConstraints(pattern=r"^val\.\w+$")]  # a split: a further validation set
 AboveZero = Annotated[float, Field(gt=0)]
 
 

@@ -15,7 +15,32 @@ Keys = Key | Sequence[Key] | None
 
 
 @dataclass(kw_only=True, eq=False)
-class MapStyle:
+class SampleDataset:
+    """The common base of datasets of samples that anybody has written: what of a sample is used, and how a batch is made."""
+
+    inputs: Keys = None
+    targets: Keys = None
+    collate: Any = None  # turns a list of samples into a batch; None = torch's default
+    facts: Mapping[str, int] = field(default_factory=dict)
+    num_workers: NotNegative = 0
+
+    def __post_init__(self) -> None:
+        if (self.inputs is None) != (self.targets is None):
+            raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
+
+    @property
+    def info(self) -> Mapping[str, int]:
+        return self.facts
+
+    def problems(self) -> list[str]:
+        return []
+
+    def transform(self, inputs: Any, targets: Any, *, keys: np.ndarray | None) -> tuple[Any, Any]:
+        return inputs, targets
+
+
+@dataclass(kw_only=True, eq=False)
+class MapStyle(SampleDataset):
     """A dataset with samples `dataset[i]`: inputs and targets, or a mapping or sequence with the keys `inputs` and `targets`.
 
     The function for a split (`train`, ...) is called when the split is loaded. If `val` or `test` is missing, it is a share of
@@ -27,25 +52,12 @@ class MapStyle:
     val: Callable[[], Any] | None = None
     test: Callable[[], Any] | None = None
     shares: Mapping[str, float] = field(default_factory=lambda: {"val": 0.1, "test": 0.1})  # of train, for a missing split
-    inputs: Keys = None
-    targets: Keys = None
-    collate: Any = None  # turns a list of samples into a batch; None = torch's default
     on_error: Literal["raise", "skip"] = "raise"  # for a damaged sample: skip uses the next sample instead
-    facts: Mapping[str, int] = field(default_factory=dict)
-    num_workers: NotNegative = 0
 
     def __post_init__(self) -> None:
-        if (self.inputs is None) != (self.targets is None):
-            raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
+        super().__post_init__()
         if self.shares.keys() - {"val", "test"} or not 0 < sum(self.shares.values()) < 1:
             raise ValueError(f"dataset.shares={dict(self.shares)}: must be shares of val and test, less than 1 together")
-
-    @property
-    def info(self) -> Mapping[str, int]:
-        return self.facts
-
-    def problems(self) -> list[str]:
-        return []
 
     def load(self, split: Split) -> Source:
         make = {"train": self.train, "val": self.val, "test": self.test}[split]
@@ -69,9 +81,6 @@ class MapStyle:
             end = start + max(1, round(self.shares.get(name, 0.1) * length))
             parts[name], start = order[start:end], end
         return np.sort(parts.get(split, order[start:]))
-
-    def transform(self, inputs: Any, targets: Any, *, keys: np.ndarray | None) -> tuple[Any, Any]:
-        return inputs, targets
 
 
 class OneByOne:

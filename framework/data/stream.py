@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from framework.data.alone import alone
-from framework.data.map_style import Keys, collated, has_index, unwrapped
-from framework.data.source import NotNegative, Source, Split
+from framework.data.map_style import SampleDataset, collated, has_index, unwrapped
+from framework.data.source import SPLITS, Source, Split
 from framework.randomness import key, seed_generators, seeded
 from framework.runtime.exits import error_text
 from framework.runtime.log import LOGGER
@@ -29,7 +29,7 @@ _STARTS = 16  # samples at the start of a pass
 
 
 @dataclass(kw_only=True, eq=False)
-class Stream:
+class Stream(SampleDataset):
     """A dataset whose splits are streams: the function for a split returns an iterable, or a new iterator at each call.
 
     An epoch is one pass, up to `length` samples. A training stream without a length is one endless epoch, in which the stream
@@ -40,26 +40,13 @@ class Stream:
     val: Callable[[], Any] | None = None
     test: Callable[[], Any] | None = None
     length: Mapping[str, int] = field(default_factory=dict)  # samples, by split
-    inputs: Keys = None
-    targets: Keys = None
-    collate: Any = None  # turns a list of samples into a batch; None = torch's default
-    facts: Mapping[str, int] = field(default_factory=dict)
-    num_workers: NotNegative = 0
 
     def __post_init__(self) -> None:
-        if (self.inputs is None) != (self.targets is None):
-            raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
-        if odd := [name for name, count in self.length.items() if name not in ("train", "val", "test") or count < 1]:
+        super().__post_init__()
+        if odd := [name for name, count in self.length.items() if name not in SPLITS or count < 1]:
             raise ValueError(f"dataset.length.{odd[0]}: is not valid (a number of samples of train, val or test)")
         if self.val is None and "val" not in self.length:
             raise ValueError("dataset.val: is missing (a stream; or dataset.length.val=N, the first N samples of train)")
-
-    @property
-    def info(self) -> Mapping[str, int]:
-        return self.facts
-
-    def problems(self) -> list[str]:
-        return []
 
     def load(self, split: Split) -> Source:
         name = "val" if split == "test" and self.test is None else split
@@ -72,9 +59,6 @@ class Stream:
             what = "is missing, and each pass of train begins with other samples (it shuffles or draws)"
             raise ValueError(f"dataset.val: {what} (a stream of its own: another file, or take() and skip() before a shuffle)")
         return source
-
-    def transform(self, inputs: Any, targets: Any, *, keys: np.ndarray | None) -> tuple[Any, Any]:
-        return inputs, targets
 
 
 class Streamed:

@@ -44,6 +44,7 @@ _MOST = 4  # the largest number of processes
 _FIRST = ("pipeline", "tensor", "context", "expert", "shard", "replicate")  # the axes that cut most of the model come first
 _IDLE_S = 8.0  # all processes wait for each other, and none uses the CPU
 _LIMIT_S = 600.0  # a rehearsal ends before this time
+_ALIKE = "act alike on every process: loop.sum(), loop.any() or full_tensor() of local values; none of loop.is_padding"
 _NONE = "launch.nproc_per_node=1: ddp and fsdp do not either"
 
 
@@ -99,6 +100,10 @@ def compare(build: Builder) -> list[Finding]:
             differing = difference(expected, ranks, but_not=again)
         return differing and f"{count} processes compute different results with this model than one process: {differing}"
 
+    def is_equal(changed: Builder) -> bool:
+        (computed,) = _run(changed, source, count=1)
+        return not computed.fault and not fault(parallel, changed, computed)
+
     what = in_double = fault(parallel)
     if not what:  # what float64 makes equal may not be: a float64 parameter, a cast
         inexact = {name: value for name, value in config.parallel.items() if parallel.get(name) is None}
@@ -116,19 +121,13 @@ def compare(build: Builder) -> list[Finding]:
         return [Finding("model", f"{what}; its own code asks torch.distributed: {asked}", cure)]
     for name in config.part:
         without = alone.altered(part={other: node for other, node in config.part.items() if other != name})
-        (computed,) = _run(without, source, count=1)
-        if not computed.fault and not fault(parallel, without, computed):
-            cure = (
-                "act alike on every process: loop.sum(), loop.any() or full_tensor() of local values; none of loop.is_padding"
-            )
-            return [Finding(f"part.{name}", f"{what}; without it, they compute the same", cure)]
+        if is_equal(without):
+            return [Finding(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)]
     own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
-    if in_double and not config.optimizer.get("turns"):
-        sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
-        (computed,) = _run(sgd, source, count=1)
-        if not computed.fault and not fault(parallel, sgd, computed):
-            why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
-            return [Finding("optimizer", f"{what}; {why}", _cure([*own, *_others()], fault))]
+    sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
+    if in_double and not config.optimizer.get("turns") and is_equal(sgd):
+        why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
+        return [Finding("optimizer", f"{what}; {why}", _cure([*own, *_others()], fault))]
     one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})
     if "DTensor" in what and not fault(parallel, one_unit):
         cure = "model.parts.blocks=[], because its code uses the weights of a block outside the block's forward"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from torch import Tensor
+
 from framework.build.training import Builder
 from framework.engine.seam import Step
 from framework.preflight.differences import other_column, untouched
@@ -34,12 +36,15 @@ BEFORE = 2  # steps before the save: after the first step, an average of the wei
 _ROUNDING = 1e-4  # of a column of a training row; an evaluation is more exact
 
 
-def validation_step(build: Builder) -> Step:
-    """Return the first batch of the validation split."""
-    with blamed("dataset", "its validation split cannot be fetched", "see dataset.*"):
-        loader = build.loader(build.source("val"), "val", dp_rank=0, dp_size=1)
-        loader.num_workers = 0
-        return next(loader.evaluate())
+def validation_tensors(build: Builder) -> list[Tensor]:
+    """Return the first batch of each validation split."""
+    found = list[Tensor]()
+    for split in build.splits().validations:
+        with blamed("dataset", f"its split {split} cannot be fetched", "see dataset.*"):
+            loader = build.loader(build.source(split), split, dp_rank=0, dp_size=1)
+            loader.num_workers = 0
+            found += batch_tensors(next(loader.evaluate()))
+    return found
 
 
 class Continued(NamedTuple):
@@ -92,7 +97,7 @@ class Continuation:
     def compare(self) -> list[Finding]:
         """Raise Refused for what is different from the first run; return no other findings."""
         other_validation, other_later, outcomes = left_in(self._left)
-        validation = batch_tensors(validation_step(self._build))
+        validation = validation_tensors(self._build)
         self._samples = samples = TrainingSamples(self._build, run=self._run)
         later, self._following = samples.later(), samples.step(BEFORE)
         samples.compare(later, other_later)

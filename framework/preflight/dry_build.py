@@ -50,22 +50,9 @@ def dry_build(config: RunConfig) -> list[Problem]:
         return problems
     if problems := _check_init(model, config.model.get("init_from")):
         return problems
-    dataset = components.dataset(config.dataset)
-    load = partial(load_split, dataset, "train", seed=config.seed)
-    give_example(model, partial(example_inputs, dataset, load, dtype=torch.get_default_dtype()))
-    try:
-        freeze_parameters(model, config.trainer.freeze)
-    except ValueError as error:
-        return [Problem("trainer.freeze", str(error))]
-    if left_out := _left_out(model):
-        what = f"its own parameters() leaves out {left_out}, but here everything is trained that has requires_grad"
-        return [
-            Problem("model", what, f"trainer.freeze=[{left_out.rpartition('.')[0] or left_out}.*], or requires_grad_(False)")
-        ]
-    if config.trainer.activation_checkpointing and not blocks_of(model):
-        name = type(model).__name__
-        what = f"{config.trainer.activation_checkpointing}, but {name} has no known blocks that can be recomputed"
-        return [Problem("trainer.activation_checkpointing", what, "false, or model.parts.blocks=PATH names them")]
+    _give_example(model, config.dataset, seed=config.seed)
+    if problems := _trainer_problems(model, config.trainer):
+        return problems
     task, problems = _task(config.task, seed=config.seed)
     has_step = callable(getattr(task, "step", None))
     if problems := problems or _check_metrics(config.metric, num_processes=config.launch.most_processes):
@@ -99,6 +86,28 @@ def dry_build(config: RunConfig) -> list[Problem]:
             return [Problem(key, f"{value}, but {type(built).__name__} averages the weights itself", "one of them")]
         demands = dataclasses.replace(demands, averages_itself=True)
     return _check_strategy(model, config.parallel, demands, num_processes=config.launch.most_processes)
+
+
+def _give_example(model: nn.Module, node: Node, *, seed: int) -> None:
+    dataset = components.dataset(node)
+    load = partial(load_split, dataset, "train", seed=seed)
+    give_example(model, partial(example_inputs, dataset, load, dtype=torch.get_default_dtype()))
+
+
+def _trainer_problems(model: nn.Module, trainer: TrainerSection) -> list[Problem]:
+    """Freeze the parameters that are not trained. Return what the trainer cannot do with this model."""
+    try:
+        freeze_parameters(model, trainer.freeze)
+    except ValueError as error:
+        return [Problem("trainer.freeze", str(error))]
+    if left_out := _left_out(model):
+        what = f"its own parameters() leaves out {left_out}, but here everything is trained that has requires_grad"
+        cure = f"trainer.freeze=[{left_out.rpartition('.')[0] or left_out}.*], or requires_grad_(False)"
+        return [Problem("model", what, cure)]
+    if trainer.activation_checkpointing and not blocks_of(model):
+        what = f"{trainer.activation_checkpointing}, but {type(model).__name__} has no known blocks that can be recomputed"
+        return [Problem("trainer.activation_checkpointing", what, "false, or model.parts.blocks=PATH names them")]
+    return []
 
 
 def _shapes_of(node: Node, *, seed: int) -> tuple[nn.Module | None, list[Problem]]:

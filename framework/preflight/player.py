@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ class _Stage(Builder):
         return engine
 
     def splits(self, *, dp_rank: int = 0, dp_size: int = 1) -> Splits:
-        return Splits(partial(self._small, dp_rank=dp_rank, dp_size=dp_size))
+        return replace(super().splits(), load=partial(self._small, dp_rank=dp_rank, dp_size=dp_size))
 
     def _small(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:
         """Return the loader of the training split, or of the first batch of another split."""
@@ -219,6 +220,12 @@ class Player:
         self._shares = shares
         with self._blamed("val"):
             self.trainer.evaluate("val")
+
+    def evaluate_others(self) -> None:
+        """Evaluate the first batch of each further validation split."""
+        for split in self.trainer.splits.validations[1:]:
+            with self._blamed(split):
+                self.trainer.evaluate(split)
 
     def numbers(self) -> dict[tuple[str, str], str]:
         """Return the numbers in plain attributes of the run's objects, by key and path: they may explain a fault."""

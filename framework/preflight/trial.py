@@ -11,11 +11,11 @@ from framework.build.training import Builder
 from framework.engine.forward import modules_of
 from framework.engine.seam import Step
 from framework.optim.update import Update
-from framework.preflight.continuation import BEFORE, Continued, leave_in, validation_step
+from framework.preflight.continuation import BEFORE, Continued, leave_in, validation_tensors
 from framework.preflight.differences import Writes
 from framework.preflight.findings import Finding, Refused, blamed
 from framework.preflight.player import SINGLE, Player
-from framework.preflight.training_samples import KEYED, Cutting, TrainingSamples, batch_tensors
+from framework.preflight.training_samples import KEYED, Cutting, TrainingSamples
 from framework.preflight.two_steps import other_sketch, sketches
 
 _AGING, _SMALL = 32, 1_000_000  # steps before the second comparison, for models with at most so many parameters
@@ -36,7 +36,7 @@ class Trial:
         """Raise Refused for a problem that breaks the run's promise; return possible problems."""
         self.samples = TrainingSamples(self.build, run=self.of_run)
         steps = self.samples.fetch(BEFORE + 1)
-        validation, later = batch_tensors(validation_step(self.build)), self.samples.later()
+        validation, later = validation_tensors(self.build), self.samples.later()
         cutting = Cutting(self.build, self.samples, run=self.of_run)
         cutting.look_at_smallest()
         first = Player(self.build, sources={"train": self.samples.source})
@@ -48,6 +48,7 @@ class Trial:
         findings = cutting.look()
         for step in steps[1:BEFORE]:
             first.take(step)
+        first.evaluate_others()
         first.evaluate(shares=(2.0, 1.0))  # a part's best value is from before the save
         outcomes = [self._go_on(first, steps[BEFORE])]
         if sum(parameter.numel() for parameter in first.module.parameters()) <= _SMALL:  # some state matters only later

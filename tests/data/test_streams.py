@@ -188,7 +188,7 @@ LINES: dict[str, Any] = {
     "a generator": lambda folder: [*of("lines", "", path=str(written(folder)[0])), *KEYED, "dataset.collate={_target_: tests.data.test_streams.without_names, _partial_: true}"],
     "dataclasses and texts": lambda _: [*of("told", ""), "dataset.collate={_target_: tests.data.test_streams.as_told, _partial_: true}", "model._target_=tests.data.test_streams.Reader"],
     "a loader": lambda _: of("loaded", "{_target_: tests.data.test_streams.loaded, size: 12}"),
-    "Hugging Face": lambda folder: [*of("streamed", "", path=str(written(folder)[0].with_name("part-*.jsonl"))), *KEYED],
+    "Hugging Face": lambda folder: [*of("streamed", held_out(folder), path=str(written(folder)[0].with_name("part-*.jsonl"))), *KEYED],
     "Hugging Face, shuffled": lambda folder: [
         *of("streamed", held_out(folder), path=str(written(folder)[0].with_name("part-*.jsonl")), buffer=7),
         *KEYED,
@@ -212,7 +212,7 @@ def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: s
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("what", LINES)
-def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, tmp_path: Path) -> None:
+def test_killed_it_goes_on_in_the_middle_with_the_same_numbers(what: str, tmp_path: Path) -> None:
     line = [*RUN, *NET, *LINES[what](tmp_path)]
     whole = finished(*line, root=tmp_path / "whole")
     two = ["parallel=ddp", TWO, "dataset.num_workers=1"]

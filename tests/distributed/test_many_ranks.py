@@ -160,6 +160,6 @@ def test_what_every_rank_gets_does_not_grow_with_the_number_of_ranks(play: Calla
         names = Counter(name for name, _ in many.calls)
         assert names["all_gather"] == names["gather"] > 0 and names["broadcast"]
     begun, resumed = sent[1024]
-    # beside gradients: of what describes a model of 200 kB, not the model
-    assert sum(size for name, size in [*begun.calls, *resumed.calls] if name != "all_reduce") < 100_000
+    # beside gradients, and the 8 bytes of each rank in a gather: of what describes a model of 200 kB, not the model
+    assert sum(size for name, size in [*begun.calls, *resumed.calls] if name not in ("all_reduce", "all_gather")) < 25_000
     assert sum(name == "all_reduce" for name, _ in resumed.calls) < sum(name == "all_reduce" for name, _ in begun.calls)
