@@ -250,7 +250,7 @@ def test_errors_that_are_each_other_s_context_are_read_once() -> None:
 
 def test_a_device_without_room_says_what_needs_less() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB")
-    assert headline(error) == ("CUDA out of memory: less memory is needed with a smaller micro_batch_size, "
+    assert headline(error) == ("CUDA out of memory: less memory is needed with micro_batch_size=auto or a smaller one, "
                                "trainer.activation_checkpointing=true, or parallel=fsdp")  # fmt: skip
 
 

@@ -96,7 +96,7 @@ FOUND = {
     "data from an own generator": ([*dataset("Shuffled"), "dataset.own=true"], "dataset: ... its own generator ... keys ..."),
     "a type that no checkpoint supports": ([*model("ComplexWeight"), "precision=fp64"], "model: turn is torch.complex128, a type that no checkpoint supports ..."),
     "data that count": (dataset("Progressive"), "dataset: the same samples differ each time ..."),
-    "data that evaluations cannot have": ([*dataset("Keyed"), "dataset.augment=true"], "dataset: its validation split ..."),
+    "data that evaluations cannot have": ([*dataset("Keyed"), "dataset.augment=true"], "dataset: its split val ..."),
     "what is drawn once for all": (model("Cached"), "model: restored from a checkpoint, it computes different results ..."),
     "what is drawn once for all, on two": ([*model("Cached"), "parallel=ddp", TWO, "micro_batch_size=4"], "..."),
     "a hook": (counts("hook"), LATER),
@@ -289,6 +289,8 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
     (finding,) = found(ddp)
     assert not finding.refuses and said(finding) == Says(expected + " depend on the number of processes (set micro_batch_size)")
     assert found([*ddp, "micro_batch_size=2"]) == []
+    (finding,) = found([*line, "micro_batch_size=auto"])
+    assert said(finding) == Says(f"{expected} and their memory (set micro_batch_size to a number)")
 
 
 DRAWING = {"model": model("AlwaysDropping"), "data": dataset("Shuffled"), "optimizer": optimizer("Langevin")}

@@ -61,6 +61,7 @@ class Builder:
 
     def __init__(self, config: RunConfig, *, world: World, token: str = "") -> None:
         self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
+        self.micro_batch_size = config.known_micro_batch_size
         self.precision = PRECISIONS[config.precision.name]
         self.loaded: dict[Split, Source] = {}  # splits that are loaded already
 
@@ -144,7 +145,7 @@ class Builder:
         forward.key_draws(links or repeated(module), are_all=bool(links))
         if self.is_sent:
             put_aside(module)
-        bitwise = {"bitwise": config.micro_batch_size} if config.invariance == "bitwise" else {}
+        bitwise = {"bitwise": self.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
         if config.trainer.sync_batchnorm and built.dp_size > 1:
             assert built.dp_size == self.world.world_size  # the preflight has refused other strategies
@@ -191,7 +192,7 @@ class Builder:
             self.dataset,
             source,
             order=order,
-            micro_batch_size=config.micro_batch_size,
+            micro_batch_size=self.micro_batch_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
             device=self.world.device,

@@ -93,6 +93,8 @@ def _as_read(name: str, value: Any) -> Any:
     """Return a section as its types read it: with defaults, and with numbers of the annotated types."""
     if isinstance(value, dict) and name in OWN:  # the framework's keys: null is none
         value = {key: item for key, item in value.items() if item is not None or key not in OWN[name]}
+    if name == "micro_batch_size" and value == "auto":  # like null, it decides nothing
+        return None
     if name == "model" and isinstance(value, dict) and "init_from" in value:
         value["init_from"] = init_identity(value["init_from"])
     section = section_of(RunConfig.model_fields[name].annotation) if name in RunConfig.model_fields else None

@@ -102,7 +102,9 @@ class RunConfig(Section):
     )
     seed: Count = setting(0, "all random draws of the run depend on it")
     global_batch_size: Positive = setting(64, "samples in one optimizer step, over all processes")
-    micro_batch_size: Positive | None = setting(None, "samples in one forward and backward; null = a process's whole share")
+    micro_batch_size: Positive | Literal["auto"] | None = setting(
+        None, "samples in one forward and backward; null = a process's whole share; auto = as much of it as fits"
+    )
     drop_last: bool = setting(False, "drop the short last batch of an epoch instead of training on it")
     invariance: Literal["samples", "bitwise"] = setting(
         "samples", "every world size uses the same samples in the same steps; bitwise = it also computes the same bits"
@@ -137,6 +139,11 @@ class RunConfig(Section):
     metric: dict[str, Any] = {}  # one component per additional metric, by name
     part: dict[str, Any] = {}  # one component per additional part of the loop, by name
     extra: Node = {}  # the user's own keys: part of the identity; the framework does not read them
+
+    @property
+    def known_micro_batch_size(self) -> int | None:
+        """The samples of a micro-batch, or None if they depend on the processes: auto is a number in the workers."""
+        return None if self.micro_batch_size == "auto" else self.micro_batch_size
 
     @property
     def is_deterministic(self) -> bool:

@@ -19,6 +19,8 @@ from framework.runtime.exits import Exit, headline, is_lost_peer, place_of
 from framework.runtime.files import write_atomically
 from framework.runtime.log import LOGGER
 
+SMALLER = "steadfast_smaller"  # an attribute of an error: the micro-batch size of the next attempt
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -29,13 +31,23 @@ class Failure:
     where: str
     lost_peer: bool = False  # the error only reports that another rank has ended
     time: float = 0.0  # in seconds since the epoch
+    smaller: int | None = None  # after a lack of memory: with this micro-batch size, the workers start again
 
     @classmethod
     def of(cls, error: Exception, *, rank: int) -> "Failure":
-        return cls(rank, headline(error), place_of(error), lost_peer=is_lost_peer(error), time=time.time())
+        where, smaller = place_of(error), getattr(error, SMALLER, None)
+        return cls(rank, headline(error), where, lost_peer=is_lost_peer(error), time=time.time(), smaller=smaller)
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.error}"
+
+
+def starts_again(failure: Failure, directory: RunDirectory) -> bool:
+    """Return, and log, whether the workers start again with smaller micro-batches. This does not count as a restart."""
+    if failure.smaller is not None:
+        with log.log_file(directory.log):
+            LOGGER.warning("rank %d lacks memory: the run starts again with micro-batches of %d", failure.rank, failure.smaller)
+    return failure.smaller is not None
 
 
 def record_failure(error: Exception, *, environment: Environment, scratch: Path | None) -> None:

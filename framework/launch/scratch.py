@@ -60,3 +60,7 @@ def common_folder(directory: Path, *, attempt: int) -> Iterator[Path]:
 
 def _prefix(directory: Path) -> str:
     return f"steadfast_{hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]}_"
+
+
+def board_in(folder: Path, *, attempt: int) -> Path:
+    return folder / f"board_{attempt}"

@@ -27,8 +27,9 @@ from framework.distributed.hang.alone import watched_alone
 from framework.distributed.hang.board import Board, OwnBoard
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
-from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report
-from framework.launch.scratch import common_folder, new_folder
+from framework.launch.failures import Failure, cause, record_failure, recorded_failures, report, starts_again
+from framework.launch.fitting import fitting
+from framework.launch.scratch import board_in, common_folder, new_folder
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment, variables
@@ -40,10 +41,6 @@ from framework.runtime.numerics import share_cores
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import ElasticAgent
-
-
-def board_in(folder: Path, *, attempt: int) -> Path:
-    return folder / f"board_{attempt}"
 
 
 def work(frozen: FrozenConfig, scratch: Path | None) -> int:
@@ -85,7 +82,8 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
                 f"rank {odd[0]} reads another configuration than rank 0 ({frozen.path}); is it the same file system?"
             )
         try:
-            code: Exit = locate(MODES[config.mode].worker)(Builder(config, world=world, token=frozen.token))
+            with fitting(Builder(config, world=world, token=frozen.token)) as build:
+                code: Exit = locate(MODES[config.mode].worker)(build)
         except RunEnded as end:
             if world.rank == 0:
                 LOGGER.error("%s", end)
@@ -106,8 +104,7 @@ def _watched(
     if environment.world_size == 1:
 
         def end(verdict: str) -> None:
-            report(verdict, directory)
-            os._exit(Exit.HANG)
+            os._exit(report(verdict, directory))  # HANG
 
         with watched_alone(timeout_s=timeout_s, on_hang=end) as board:
             yield board
@@ -258,12 +255,14 @@ class StaticRendezvous(StaticTCPRendezvous):
 def start_workers(run: ClaimedRun) -> int:
     """Run the workers to their end. Return the exit code. No process is left."""
     config, directory = run.config, RunDirectory(run.frozen.path.parent)
-    if config.launch.num_processes == 1:
+    while config.launch.num_processes == 1:
         try:
             with PREEMPTION.heard_at_once():
                 return work(run.frozen, None)  # in this process
         except Exception as error:
-            return report(Failure.of(error, rank=0), directory)
+            failure = Failure.of(error, rank=0)
+        if not starts_again(failure, directory):
+            return report(failure, directory)
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     with new_folder(directory.path) as scratch:
         agent = _LocalAgent(config.launch, config.run.id, work, run.frozen, scratch, scratch=scratch, directory=directory)
@@ -288,6 +287,9 @@ class _LocalAgent(Agent):
             number = self.attempt + 1
             recorded = recorded_failures(self._scratch, attempt=self.attempt)
             failure = cause(recorded, result.failures, ranks=range(len(self.workers.workers)))
+            if starts_again(failure, self._directory):
+                self.allow_restart()
+                return result
             if any((before.error, before.where) == (failure.error, failure.where) for before in self.failures):
                 self.restarts_left = 0
             self.failures.append(failure)

@@ -59,9 +59,10 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
         kinds = batch_dependent_layers(trainer.engine.module)
         if config.trainer.sync_batchnorm:
             kinds = [kind for kind in kinds if "BatchNorm" not in kind]
-        if kinds and trainer.engine.mesh is not None and config.micro_batch_size is None:
-            LOGGER.warning("the model has %s: the results depend on the number of processes unless "
-                           "micro_batch_size is set", " and ".join(kinds))  # fmt: skip
+        is_auto = config.micro_batch_size == "auto"
+        if kinds and config.known_micro_batch_size is None and (is_auto or trainer.engine.mesh is not None):
+            LOGGER.warning("the model has %s: the results depend on the number of processes%s unless micro_batch_size is %s",
+                           " and ".join(kinds), " and their memory" * is_auto, "a number" if is_auto else "set")  # fmt: skip
     trainer.recorder.open(
         info,
         world_size=world.world_size,
@@ -81,7 +82,7 @@ def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) 
     over = "".join(f", {axis} {size}" for axis, size in axes)
     yield "strategy", f"{option_of('parallel', config.parallel)}{over}: {_devices(places)}"
     loader = trainer.splits.loader("train")
-    cut = f" in micro-batches of {config.micro_batch_size}" if config.micro_batch_size is not None else ""
+    cut = f" in micro-batches of {build.micro_batch_size}" if build.micro_batch_size is not None else ""
     is_endless = len(loader.source) == ENDLESS
     count = "an endless stream of" if is_endless else f"{len(loader.source):,}"
     yield "data", f"{_last(config.dataset)}: {count} training samples, {config.global_batch_size} a step{cut}"

@@ -78,7 +78,7 @@ def perform(build: Builder) -> tuple[list[Finding], str]:
     works += [(_compared, _SCALES)] if config.launch.most_processes > 1 else []
     if unchecked:
         return found, _with_rest(unchecked, works)
-    own = config.micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
+    own = config.known_micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
     for size in sorted({min(own, _FEW), min(own, _MANY)}):  # as many as in the run, for a model that needs them
         found = []
         with TemporaryDirectory(prefix="steadfast-") as folder, TemporaryFile() as left:

@@ -23,15 +23,15 @@ def name_is_a_directory(name: str) -> Iterator[Problem]:
         yield Problem("name", f"{shown(name)} is not valid", "a directory's name: no slash, at most 200 bytes")
 
 
-def micro_batch_fits(global_batch_size: int, micro_batch_size: int | None) -> Iterator[Problem]:
-    if micro_batch_size is not None and micro_batch_size > global_batch_size:
+def micro_batch_fits(global_batch_size: int, micro_batch_size: int | str | None) -> Iterator[Problem]:
+    if isinstance(micro_batch_size, int) and micro_batch_size > global_batch_size:
         what = f"{micro_batch_size} is more than global_batch_size={global_batch_size}"
         yield Problem("micro_batch_size", what, f"at most {global_batch_size}")
 
 
-def bitwise_needs_micro_batches(invariance: str, micro_batch_size: int | None) -> Iterator[Problem]:
-    if invariance == "bitwise" and micro_batch_size is None:
-        what = "null, but invariance=bitwise needs micro-batches"
+def bitwise_needs_micro_batches(invariance: str, micro_batch_size: int | str | None) -> Iterator[Problem]:
+    if invariance == "bitwise" and not isinstance(micro_batch_size, int):
+        what = f"{micro_batch_size or 'null'}, but invariance=bitwise needs micro-batches"
         yield Problem("micro_batch_size", what, "a number; any world size up to global_batch_size / micro_batch_size "
                       "then gives the same bits")  # fmt: skip
 

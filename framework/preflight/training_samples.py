@@ -111,7 +111,7 @@ class TrainingSamples:
             size = order.size(samples_seen)
             sizes.add(size)
             samples_seen += size * ((order.epoch_size - samples_seen) // size if order.grow is None else 1)
-        cut = (parts(size, micro_batch_size=self._run.config.micro_batch_size, dp_rank=rank, dp_size=dp_size)
+        cut = (parts(size, micro_batch_size=self._run.config.known_micro_batch_size, dp_rank=rank, dp_size=dp_size)
                for size in sizes for rank in range(dp_size))  # fmt: skip
         return min(part.stop - part.start for mine in cut for part in mine)
 
@@ -197,7 +197,8 @@ class Cutting:
         self._player, self._samples, self._of_run = Player(build, sources={"train": samples.source}), samples, run.config
         self._size = build.config.global_batch_size // 2
         # in the run, a micro-batch is a process's share of a step
-        self._is_by_ranks = self._of_run.micro_batch_size is None and self._of_run.launch.most_processes > 1
+        depends = self._of_run.micro_batch_size == "auto" or self._of_run.launch.most_processes > 1
+        self._is_open = self._of_run.known_micro_batch_size is None and depends
 
     def look_at_smallest(self) -> None:
         """Refuse a model or task that does not take the run's smallest micro-batch, if it is smaller than the rehearsal's."""
@@ -205,7 +206,8 @@ class Cutting:
         size = self._samples.smallest(dp_size=data_ranks(config.parallel, config.launch.most_processes))
         if size >= self._size:
             return
-        is_by_end = config.micro_batch_size is None or config.global_batch_size % config.micro_batch_size == 0
+        fixed = config.known_micro_batch_size
+        is_by_end = fixed is None or config.global_batch_size % fixed == 0
         cure = "drop_last=true leaves it out" if is_by_end else "a micro_batch_size that divides global_batch_size"
         what = f"it does not take a micro-batch of {size} sample{'s' * (size != 1)}, the run's smallest"
         with blamed("model", what, cure):
@@ -221,7 +223,7 @@ class Cutting:
                 raise
             except Exception:  # a model, or a collate function, that does not accept so few samples
                 continue
-        if self._is_by_ranks and self._samples.draw_for_micro_batches:  # this explains what was found
+        if self._is_open and self._samples.draw_for_micro_batches:  # this explains what was found
             found = self._depends_on_cut("dataset", "its collate function or a transform draws once for a whole micro-batch")
         return found
 
@@ -247,7 +249,7 @@ class Cutting:
 
     def _look_at_training(self) -> list[Finding]:
         """Warn of a training forward that draws, or that couples samples although no layer class shows it."""
-        if not self._is_by_ranks or batch_dependent_layers(self._player.module):  # there is a warning about these anyway
+        if not self._is_open or batch_dependent_layers(self._player.module):  # there is a warning about these anyway
             return []
         whole, *_ = self._samples.cut(self._size)
         at_once, *others = (self._loss([whole._replace(number=number)]) for number in range(3))
@@ -260,10 +262,11 @@ class Cutting:
         return []
 
     def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
-        if not self._is_by_ranks:
+        if not self._is_open:
             return []
-        what = f"{what}, so the results depend on the number of processes"
-        return [Finding(key, what, "set micro_batch_size", refuses=False)]
+        memory = " and their memory" * (self._of_run.micro_batch_size == "auto")
+        what = f"{what}, so the results depend on the number of processes{memory}"
+        return [Finding(key, what, "set micro_batch_size to a number" if memory else "set micro_batch_size", refuses=False)]
 
 
 def place_of_loss(task: object) -> str:

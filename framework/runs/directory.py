@@ -21,7 +21,8 @@ from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 
 RECORD_FILES = ("lock", "config.yaml", "metrics.jsonl", "summary.json", "train.log")
-_FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json")
+_FILES = (*RECORD_FILES, "model.safetensors", "curves.png", "evaluations.jsonl", "provenance.json",
+          "micro_batch_size.json")  # fmt: skip
 _FOLDERS = ("checkpoints", "export", "predictions", "tensorboard", "wandb", "slurm", "profile", "compiled", "media", "loggers")
 _BESIDE = (".eval", ".predict", ".export")  # folders of commands that work on a run, which may be active
 
@@ -42,6 +43,7 @@ class RunDirectory:
         self.predictions = path / "predictions"
         self.profile = path / "profile"
         self.media = path / "media"
+        self.micro_batch_size = path / "micro_batch_size.json"
 
     def beside(self) -> list["RunDirectory"]:
         """Return the folders of evaluations, predictions and exports of the run."""

@@ -73,7 +73,8 @@ def _headline(error: Exception) -> str:
     if _quotes_another(error):
         return lines[-1]
     if lacks_memory(error):
-        return f"{' '.join(lines[0].split('. ')[0].split())}: {_LESS_MEMORY}"
+        what = found[0] if (found := _ALLOCATOR.search(str(error))) is not None else lines[0].split(". ")[0]
+        return f"{' '.join(what.split())}: {_LESS_MEMORY}"
     if is_lost_peer(error):
         return "another process of the run has ended; if it logged an error, the error is in train.log"
     if (died := _LOADER.search(lines[0])) is not None:
@@ -83,7 +84,9 @@ def _headline(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-_LESS_MEMORY = "less memory is needed with a smaller micro_batch_size, trainer.activation_checkpointing=true, or parallel=fsdp"
+_LESS_MEMORY = (
+    "less memory is needed with micro_batch_size=auto or a smaller one, trainer.activation_checkpointing=true, or parallel=fsdp"
+)
 
 
 _LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is )?(\w[^.]*)")
@@ -115,7 +118,11 @@ def _quotes_another(error: BaseException) -> bool:
 
 def lacks_memory(error: Exception) -> bool:
     """Return whether an error says that this process, or its device, has no memory left."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    names_it = type(error).__name__ == "OutOfMemoryError" or _ALLOCATOR.search(str(error)) is not None
+    return isinstance(error, MemoryError) or names_it
+
+
+_ALLOCATOR = re.compile(r"DefaultCPUAllocator: can't allocate memory[^.]*")  # a RuntimeError
 
 
 def is_lost_peer(error: Exception) -> bool:

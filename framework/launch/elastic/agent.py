@@ -15,7 +15,7 @@ from framework.config.schema import RunConfig
 from framework.distributed.hang.diagnose import is_of_others
 from framework.launch.elastic.entry import RoundEntry
 from framework.launch.elastic.meeting import SILENT_S, Meeting, StoreLost, comes_true, meeting_folder
-from framework.launch.failures import Failure, cause, recorded_failures, report
+from framework.launch.failures import Failure, cause, recorded_failures, report, starts_again
 from framework.launch.network import Network
 from framework.launch.scratch import new_folder, remove_scratch
 from framework.launch.worker import Agent, prepare
@@ -265,7 +265,7 @@ class _Agent(Agent):
     def _note(self, failure: Failure, round: int) -> None:
         """Count one failure per round, for all nodes. The last allowed failure, or a repeated failure, ends the run."""
         mine = [self._meeting.number, dataclasses.asdict(failure)]
-        if self._meeting.first(f"failure_{round}", mine) != mine:
+        if self._meeting.first(f"failure_{round}", mine) != mine or starts_again(failure, self._directory):
             return
         number, most = self._meeting.count("failures"), self.workers.spec.max_restarts
         self._meeting.first(f"counted_{number}", [failure.error, failure.where])

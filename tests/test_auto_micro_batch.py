@@ -1,0 +1,82 @@
+"""`micro_batch_size=auto`: half of a process's share, a quarter, ... until a forward and backward fit into memory."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness import Ended, assert_close, command, finished
+
+LINE = ["model._target_=tests.test_auto_micro_batch.Hungry", "precision=fp64",
+        "global_batch_size=64", "trainer.max_epochs=null", "trainer.max_steps=6", "trainer.log_every=1", "trainer.eval_every=3",
+        "checkpoint.every=2"]  # fmt: skip
+TWO = ["parallel=ddp", "launch.nproc_per_node=2", "launch.max_restarts=0"]
+_MOST = 20  # samples for which there is memory
+_ENDLESS = 2**60  # bytes
+
+
+class Hungry(nn.Module):
+    """A model whose forward of more than 20 samples asks torch for more memory than there is."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64 * in_channels, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if len(images) > _MOST:
+            torch.empty(_ENDLESS, dtype=torch.uint8)
+        return self.layer(images.flatten(1))
+
+
+class TooLarge(Hungry):
+    """A model that does not fit itself."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__(in_channels, num_classes)
+        if self.layer.weight.device.type != "meta":
+            torch.empty(_ENDLESS, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return finished(*LINE, "micro_batch_size=16", root=tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize(
+    "strategy", [[], TWO, [*TWO, "parallel=fsdp"], [*TWO, "launch.nnodes=1:2"]], ids=["single", "ddp", "fsdp", "elastic"]
+)
+def test_the_largest_half_that_fits_is_found_and_kept(strategy: list[str], fixed: Ended, tmp_path: Path) -> None:
+    run = finished(*LINE, *strategy, "micro_batch_size=auto", root=tmp_path / "runs")
+    sizes = re.findall(r"lacks memory: the run starts again with micro-batches of (\d+)", run.output)
+    assert sizes == (["16"] if strategy else ["32", "16"])
+    assert_close(run, fixed)
+    assert [*json.loads((run.directory / "micro_batch_size.json").read_text()).values()] == [16]
+    assert "64 a step in micro-batches of 16" in run.output
+    measured = command("mode=eval", f"run.dir={run.directory}", "launch.nproc_per_node=1", root=tmp_path / "runs")
+    assert measured.code == 0, measured.output
+    assert ("lacks memory" in measured.output) == bool(strategy)  # one process is another place; it finds its own size
+
+
+def test_it_is_the_run_of_null(tmp_path: Path) -> None:
+    stopped = command(*LINE, root=tmp_path / "runs")
+    assert stopped.code == 1
+    assert "less memory is needed with micro_batch_size=auto" in stopped.output
+    continued = finished(*LINE, "micro_batch_size=auto", root=tmp_path / "runs")
+    assert continued.directory == stopped.directory
+
+
+def test_a_model_that_does_not_fit_itself_is_not_tried_again(tmp_path: Path) -> None:
+    line = [*LINE, "model._target_=tests.test_auto_micro_batch.TooLarge", "micro_batch_size=auto", "rehearse=false"]
+    failed = command(*line, root=tmp_path / "runs")
+    assert failed.code == 1
+    assert "starts again" not in failed.output
+
+
+@pytest.mark.parametrize(("model", "what"), [("dropout=0.5", "Dropout"), ("norm=batch", "BatchNorm2d")])
+def test_layers_that_depend_on_the_cut_are_told(model: str, what: str, tmp_path: Path) -> None:
+    line = ["model=cnn", f"model.{model}", "trainer.max_epochs=null", "trainer.max_steps=2", "micro_batch_size=auto"]
+    told = finished(*line, root=tmp_path / "runs").output
+    assert re.search(f"the model has .*{what}.*: the results depend on the number of processes and their memory", told), told
