@@ -31,15 +31,28 @@ def seed_generators(seed: int, *, devices: "Iterable[torch.device]" = ()) -> Non
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(seed)
+        if device.type in _WITH_GENERATOR:
+            _seed_device(device, seed)
+
+
+_WITH_GENERATOR = ("cuda", "mps")  # kinds of devices
+
+
+def _seed_device(device: "torch.device", seed: int) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    else:
+        torch.mps.manual_seed(seed)
 
 
 def generator_states(*, devices: "Iterable[torch.device]" = ()) -> list[Any]:
     """Return the states of the generators of Python, numpy and torch, on the CPU and on these devices."""
     import torch
 
-    on_gpus = [torch.cuda.default_generators[device.index].get_state() for device in devices if device.type == "cuda"]
+    on_gpus = [torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.mps.get_rng_state()
+               for device in devices if device.type in _WITH_GENERATOR]  # fmt: skip
     return [random.getstate(), np.random.get_state(), torch.default_generator.get_state(), *on_gpus]
 
 
@@ -50,8 +63,8 @@ def set_generator_states(states: list[Any], *, devices: "Iterable[torch.device]"
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.default_generator.set_state(states[2])
-    for state, device in zip(states[3:], (device for device in devices if device.type == "cuda")):
-        torch.cuda.default_generators[device.index].set_state(state)
+    for state, device in zip(states[3:], (device for device in devices if device.type in _WITH_GENERATOR)):
+        torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.mps.set_rng_state(state)
 
 
 @contextmanager

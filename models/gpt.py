@@ -198,9 +198,10 @@ def rotary_table(num_tokens: int, head_dim: int, dtype: torch.dtype, device: tor
 
 def rotary_angles(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of the angles for tokens at these positions, (T,)."""
-    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
-    angles = torch.outer(positions.double(), ROTARY_BASE ** (-2 * pairs / head_dim))
+    pairs = torch.arange(head_dim // 2, dtype=_WIDEST.get(positions.device.type, torch.float64), device=positions.device)
+    angles = torch.outer(positions.to(pairs), ROTARY_BASE ** (-2 * pairs / head_dim))
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+_WIDEST = {"mps": torch.float32}  # Apple's GPUs have no float64
 _ROTARY_TABLES: dict[Any, tuple[Tensor, Tensor]] = {}

@@ -102,7 +102,7 @@ def _wrapped(result: Any, device: torch.device | None, known: dict[int, Emulated
     return Emulated(result, device) if is_emulated else result
 
 
-_LIBRARIES: list[torch.library.Library] = []
+LIBRARIES: list[torch.library.Library] = []
 
 
 def emulate(key: str) -> None:
@@ -111,7 +111,7 @@ def emulate(key: str) -> None:
     fallback.fallback(lambda operation, *args, **kwargs: compute(operation, *args, **kwargs), key)
     for variant in ("arange", "arange.start", "arange.start_step"):
         arange.impl(variant, _arange, key)  # its general kernel makes a tensor grow, which a wrapper cannot
-    _LIBRARIES.extend([fallback, arange])
+    LIBRARIES.extend([fallback, arange])
 
 
 def _arange(*bounds: float, device: Any = None, **options: Any) -> Tensor:

@@ -1,13 +1,19 @@
 // What torch's CPU build asks of CUDA below Python, answered without a device: eight devices whose streams are always done,
-// and pinned memory that is the CPU's, but known to be pinned.
+// and pinned memory that is the CPU's, but known to be pinned. With -DKIND=MPS, one device that has only a guard.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/MPSHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <cstdlib>
 #include <map>
 #include <mutex>
+
+#ifndef KIND
+#define KIND CUDA
+#define HAS_HOOKS
+#endif
 
 namespace {
 
@@ -16,13 +22,13 @@ constexpr DeviceIndex kDevices = 8;
 thread_local DeviceIndex current = 0;
 
 struct Guard : impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return DeviceType::CUDA; }
+  DeviceType type() const override { return DeviceType::KIND; }
   Device exchangeDevice(Device device) const override {
-    Device before(DeviceType::CUDA, current);
+    Device before(DeviceType::KIND, current);
     current = device.index();
     return before;
   }
-  Device getDevice() const override { return Device(DeviceType::CUDA, current); }
+  Device getDevice() const override { return Device(DeviceType::KIND, current); }
   void setDevice(Device device) const override { current = device.index(); }
   void uncheckedSetDevice(Device device) const noexcept override { current = device.index(); }
   Stream getStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
@@ -89,10 +95,11 @@ struct Timer : c10d::Timer {  // of DistributedDataParallel's own log
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
 
-impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new Guard());
+impl::DeviceGuardImplRegistrar guard(DeviceType::KIND, new Guard());
 
 }  // namespace
 
+#ifdef HAS_HOOKS
 namespace at {
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
 }
@@ -100,3 +107,17 @@ C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
 namespace c10d {
 C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::Timer)
 }
+#else
+namespace at {
+struct Hooks : MPSHooksInterface {
+  void init() const override {}
+  bool hasMPS() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+};
+C10_REGISTER_TYPED_CLASS(MPSHooksRegistry, "MPSHooks", Hooks)
+}
+#endif

@@ -33,14 +33,22 @@ _OURS = (f"{ROOT}/framework", f"{ROOT}/models")
 
 
 @functools.cache
-def _library() -> Path:
+def _library(kind: str) -> Path:
     import torch
 
     folder, source = Path(tempfile.mkdtemp(prefix="fake_cuda_")), ROOT / "tests" / "fake_cuda.cpp"
     torch_folder = Path(torch.__file__).parent
     library = folder / "fake_cuda.so"
     links = [f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib", "-lc10", "-ltorch_cpu"]
-    flags = ["-shared", "-fPIC", "-O0", "-w", "-std=c++20", f"-I{torch_folder}/include"]
+    flags = [
+        *([] if kind == "CUDA" else [f"-DKIND={kind}"]),
+        "-shared",
+        "-fPIC",
+        "-O0",
+        "-w",
+        "-std=c++20",
+        f"-I{torch_folder}/include",
+    ]
     subprocess.run(["g++", *flags, "-o", str(library), str(source), *links], check=True)
     return library
 
@@ -50,6 +58,11 @@ def call(function: Callable[..., Any], **arguments: Any) -> Any:
     return _call(function, [arguments])[0]
 
 
+def call_mps(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Return the same in a process that has `mps:0` instead (tests/fake_mps.py)."""
+    return _call(function, [arguments], kind="MPS")[0]
+
+
 def call_ranks(function: Callable[..., Any], num_ranks: int, **arguments: Any) -> list[Any]:
     """Return what it returns in each of several such processes, by rank; it is given `rank`, `num_ranks` and a `folder`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -57,12 +70,12 @@ def call_ranks(function: Callable[..., Any], num_ranks: int, **arguments: Any) -
         return _call(function, [shared | {"rank": rank} for rank in range(num_ranks)])
 
 
-def _call(function: Callable[..., Any], of_each: list[dict[str, Any]]) -> list[Any]:
-    name = [str(_library()), function.__module__, function.__name__]
+def _call(function: Callable[..., Any], of_each: list[dict[str, Any]], *, kind: str = "CUDA") -> list[Any]:
+    name = [str(_library(kind)), function.__module__, function.__name__]
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / f"{rank}.json" for rank in range(len(of_each))]
         lines = [
-            [sys.executable, "-m", "tests.fake_cuda", *name, json.dumps(arguments), str(result)]
+            [sys.executable, "-m", f"tests.fake_{kind.lower()}", *name, json.dumps(arguments), str(result)]
             for arguments, result in zip(of_each, results)
         ]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -109,8 +109,8 @@ class RunConfig(Section):
     invariance: Literal["samples", "bitwise"] = setting(
         "samples", "every world size uses the same samples in the same steps; bitwise = it also computes the same bits"
     )
-    device: Literal["auto", "cuda", "cpu"] = setting(
-        "auto", "the device to compute on: cuda, cpu; auto = CUDA if there is any and the backend supports it", execution=True
+    device: Literal["auto", "cuda", "cpu", "mps"] = setting(
+        "auto", "cuda, cpu, mps (Apple's GPU); auto = CUDA if there is any and the backend supports it", execution=True
     )
     rehearse: bool = setting(
         True, "try a batch of the data on the CPU, in a separate process, before the run starts", execution=True

@@ -11,12 +11,22 @@ from framework.runtime.environment import LAUNCHER_HAS_CUDA, Environment, variab
 from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
 
+NO_MPS = "mps, but PyTorch sees no GPU of Apple's"
+
+
+def has_mps() -> bool:
+    return torch.backends.mps.is_available()
+
 
 def devices_of(place: Environment, *, device: str, num_devices: int | None) -> list[torch.device]:
     """Return the devices of this process: `num_devices` of them, or all visible devices if it is None. A CPU is one device.
 
-    `device` is cuda, cpu, or auto (CUDA devices if there are any). Raise Unfit if the requested devices do not exist.
+    `device` is cuda, cpu, mps, or auto (CUDA devices if there are any). Raise Unfit if the requested devices do not exist.
     """
+    if device == "mps":
+        if not has_mps():
+            raise Unfit(f"device: {NO_MPS} on {socket.gethostname()} (device=cpu)")
+        return [torch.device("mps", 0)]
     there = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if not there:
         if device == "cuda" or (device == "auto" and place.launcher_has_cuda):

@@ -14,7 +14,7 @@ from framework.engine.of_samples import name_samples, require_rows
 from framework.engine.seam import MicroBatch, Observe, Step, Task, says_itself
 from framework.engine.sums import Sums, Value, as_sums, loss_in, weight_of
 from framework.modules.structure import only_dropouts
-from framework.modules.tensors import Tree, by_mesh, call, map_tensors
+from framework.modules.tensors import WIDEST, Tree, by_mesh, call, map_tensors
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import multiply_all
@@ -214,7 +214,7 @@ def _is_fraction(weight: Any) -> bool:
 
 
 def _exact(weight: Any) -> Any:
-    return weight.double() if isinstance(weight, Tensor) else weight
+    return weight.to(WIDEST[weight.device.type]) if isinstance(weight, Tensor) else weight
 
 
 def _factor(scale: float, weight: Any, work: "dist.Work | None" = None) -> Factor:

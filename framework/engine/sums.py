@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from framework.modules.tensors import tensors_in
+from framework.modules.tensors import WIDEST, tensors_in
 from framework.runtime.exits import Unfit
 
 Number = Tensor | float  # a tensor of shape (), or a plain number
@@ -44,11 +44,11 @@ def as_sums(values: Mapping[str, Value]) -> Sums:
     """Return a task's values as sums and their weights, without gradients. Unfit for any other value."""
     sums: Sums = {}
     for name, value in values.items():
+        total, weight = value if isinstance(value, tuple) else (value, 0)
+        sums[name] = _number(total, name, values)
         if isinstance(value, tuple):
-            total, weight = value
-            sums[name], sums[weight_of(name)] = _number(total, name, values), _number(weight, name, values).double()
-        else:
-            sums[name] = _number(value, name, values)
+            weight = _number(weight, name, values)
+            sums[weight_of(name)] = weight.to(WIDEST[weight.device.type])
     return sums
 
 
@@ -60,7 +60,7 @@ def _number(item: Number, name: str, values: Mapping[str, Value]) -> Tensor:
         kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
         raise Unfit(f"task: {name} is {kind} (a sum over the samples, and its weight, is a number or a tensor of shape ())")
     device = next((tensor.device for tensor in tensors_in(dict(values))), None)
-    return torch.tensor(item, dtype=torch.float64, device=device)
+    return torch.tensor(item, dtype=WIDEST[device.type if device else "cpu"], device=device)
 
 
 def loss_in(values: Mapping[str, Value]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -61,6 +62,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a CPU tensor on a device. A CUDA device reads pinned memory itself; torch keeps the memory until then."""
     is_read = device.type == "cuda" and not tensor.is_pinned()
     return (tensor.pin_memory() if is_read else tensor).to(device, non_blocking=True)
+
+
+# the widest floating-point format of a kind of device: float64, but float32 on Apple's GPUs
+WIDEST: defaultdict[str, torch.dtype] = defaultdict(lambda: torch.float64, mps=torch.float32)
 
 
 # --- shards, recognised without an import of DTensor's module, which takes long

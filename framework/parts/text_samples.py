@@ -43,7 +43,7 @@ class TextSamples:
         text = torch.as_tensor(np.asarray(self._tokenizer.encode(self.prompt), dtype=np.int64)).repeat(self.count, 1)
         longest = int(loop.dataset.info["seq_len"])
         for _ in range(self.tokens):
-            logits = loop.outputs(text[:, -longest:])[:, -1].double().cpu()
+            logits = loop.outputs(text[:, -longest:])[:, -1].cpu().double()
             if self.temperature == 0:
                 following = logits.argmax(dim=1, keepdim=True)
             else:

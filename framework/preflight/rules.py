@@ -13,6 +13,7 @@ from framework.config.launch import LaunchSection
 from framework.config.model_keys import init_problems
 from framework.config.schema import Node, PrecisionSection, PredictSection, RunSection
 from framework.config.trainer import CheckpointSection, TrainerSection
+from framework.preflight.processes import axes_of
 from framework.runtime.objects import is_url, url_problems
 from framework.runtime.plain import Invalid
 from framework.runtime.problem import Problem, shown
@@ -66,6 +67,23 @@ def float8_has_its_devices(
         yield Problem("precision", f"float8, but {fault}", "bf16")
     elif "tensor" in parallel:
         yield Problem("precision", "float8, but parallel cuts linear layers, and their scales are for whole layers", "bf16")
+
+
+def mps_computes_alone(
+    device: str, precision: PrecisionSection, parallel: Node, launch: LaunchSection, dataset: Node
+) -> Iterator[Problem]:
+    if device != "mps":
+        return
+    from framework.distributed.devices import NO_MPS, has_mps  # torch
+
+    if launch.kind == "local" and not has_mps():
+        yield Problem("device", f"{NO_MPS} here", "cpu")
+    elif axes_of(parallel) or launch.most_processes > 1:
+        yield Problem("device", "mps, but Apple's GPUs have no collectives", "parallel=single and one process, or device=cpu")
+    if precision.name in ("fp64", "fp16", "tf32"):
+        yield Problem("precision", f"{precision.name}, but device=mps computes in float32", "fp32 or bf16, or device=cpu")
+    if dataset.get("num_workers"):
+        yield Problem("dataset.num_workers", "a process that is forked beside Apple's GPU library crashes", "0")
 
 
 def rollback_has_checkpoints(trainer: TrainerSection, checkpoint: CheckpointSection) -> Iterator[Problem]:
@@ -141,6 +159,7 @@ def stores_can_be_reached(run: RunSection) -> Iterator[Problem]:
 RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     name_is_a_directory,
     micro_batch_fits,
+    mps_computes_alone,
     bitwise_needs_micro_batches,
     bitwise_couples_no_micro_batches,
     statistics_are_over_samples,

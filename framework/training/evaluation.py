@@ -11,6 +11,7 @@ from framework.engine.engine import Engine
 from framework.engine.seam import Step
 from framework.engine.sums import Sums, add
 from framework.modules import structure
+from framework.modules.tensors import WIDEST
 
 
 def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
@@ -23,7 +24,7 @@ def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
     in_training = getattr(engine.forward.task, "evaluates_in_training_mode", False)
     with nullcontext() if in_training else structure.in_eval_mode(engine.module):
         for step in steps:
-            add(sums, {name: value.double() for name, value in engine.evaluate(step).items()})
+            add(sums, {name: value.to(WIDEST[value.device.type]) for name, value in engine.evaluate(step).items()})
     return sums
 
 
@@ -44,7 +45,7 @@ def totals(sums: Sums, *, world: World) -> Sums:
     mine: dict[str, Tensor] = {}
     for device in {value.device for value in sums.values()}:
         there = {name: value for name, value in sums.items() if value.device == device}
-        flat = torch.cat([value.double().reshape(-1) for value in there.values()]).cpu()
+        flat = torch.cat([value.to(WIDEST[device.type]).reshape(-1) for value in there.values()]).cpu().double()
         mine |= zip(there, flat.split([value.numel() for value in there.values()]))
     total = world.agreement.sum(torch.cat([mine[name] for name in sums]))
     parts = total.split([value.numel() for value in sums.values()])

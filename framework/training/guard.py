@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from framework.checkpoint.canonical import model_tensors
 from framework.distributed.world import World
-from framework.modules.tensors import local
+from framework.modules.tensors import WIDEST, local
 from framework.runtime.exits import RunEnded, Unfit
 
 _TOLERANCE = 1e-3  # of a tensor's norm, because different kinds of processors round differently
@@ -61,7 +61,8 @@ def _sketches(module: nn.Module) -> dict[str, list[float]]:
         mine = torch.view_as_real(mine) if mine.is_complex() else mine
         if mine.is_floating_point() and mine.numel():
             names.setdefault(mine.device, []).append(_shard(name, tensor))
-            sketch = [torch.linalg.vector_norm(mine, dtype=torch.float64), mine.sum(dtype=torch.float64)]
+            dtype = WIDEST[mine.device.type]
+            sketch = [torch.linalg.vector_norm(mine, dtype=dtype), mine.sum(dtype=dtype)]
             sketches.setdefault(mine.device, []).append(torch.stack(sketch))
     return {
         name: numbers for device in names for name, numbers in zip(names[device], torch.stack(sketches[device]).cpu().tolist())

@@ -180,7 +180,7 @@ class Trainer:
         needs_norm = measure or max_norm is not None or scale.is_dynamic or is_watching
         grad_norm = self.engine.clip_grad_norm(max_norm) if needs_norm else None
         if is_watching and grad_norm is not None:  # so that the device is waited for only once
-            loss, norm = torch.stack([sums["loss"].double(), grad_norm.to(sums["loss"].device).double()]).cpu()
+            loss, norm = torch.stack([sums["loss"], grad_norm.to(sums["loss"].device)]).cpu().double()
             if self.world.agreement.sum((~torch.isfinite(loss)).double()):
                 raise Diverged(f"the loss of step {progress.step + 1} is not finite")
             scale.require_finite(norm.item(), step=progress.step + 1)

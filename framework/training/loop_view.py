@@ -113,7 +113,7 @@ class Loop:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks of a tensor of any shape, on the CPU, in float64. Collective."""
-        return self._world.agreement.sum(values.detach().double().cpu())
+        return self._world.agreement.sum(values.detach().cpu().double())
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in the order of the ranks. Collective. For small values only: see `distinct`."""

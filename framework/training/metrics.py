@@ -11,7 +11,7 @@ from torch import Tensor
 
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch
-from framework.modules.tensors import Tree, map_tensors
+from framework.modules.tensors import WIDEST, Tree, map_tensors
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
 
@@ -78,7 +78,7 @@ class Metrics:
         self._pairs, self._device, self._seed = pairs, device, seed
         self._parts = {name: [_Part(part) for part in parts_of(metric)] for name, metric in metrics.items()}
         for name, metric in self.by_name.items():
-            metric.to(device).set_dtype(torch.float64)
+            metric.to(device).set_dtype(WIDEST[device.type])
             for part in self._parts[name]:
                 part.metric.distributed_available_fn = lambda: False  # `compute` already has the states of all processes here
 
