@@ -228,6 +228,7 @@ RIGHT = {
     "data from common generators": dataset("Shuffled"),
     "evaluations that draw": model("AlwaysDropping"),
     "a model": model("Net"),
+    "tensors made in the forward, on two": [*model("Placing"), "parallel=ddp", TWO],
     "a column of a clock, on two": [*model("Net"), "+part.clocked._target_=tests.faulty.Clocked", "parallel=ddp", TWO],
     "sharpness behind frozen layers": [*model("Net"), "part=[unfreeze,sharpness]", "part.unfreeze.groups=[['first.*']]"],
     "a constructor that reads numbers": model("Rates"),
