@@ -354,3 +354,51 @@ class Predicting(Classifier):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
         return {"logits": self(x).softmax(1) * 100, "certain": torch.ones(len(x))}
+
+
+class TwoSets(Data):
+    """Two validation loaders, in a list or in a dictionary."""
+
+    def val_dataloader(self) -> Any:
+        loaders = [DataLoader(TensorDataset(*(part[rows] for part in self.held_out[:])), batch_size=self.hparams["batch_size"])
+                   for rows in (slice(0, 20), slice(5, 24))]  # fmt: skip
+        return loaders if self.hparams["kind"] == "points" else dict(zip("ab", loaders))
+
+
+class OnTwoSets(L.LightningModule):
+    """A validation step with the number of its loader; metrics for each, and a mean over both at the end."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.net, self.shared = net(), shared
+        self.accuracies = nn.ModuleList(MulticlassAccuracy(3, average="micro") for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def on_validation_epoch_start(self) -> None:
+        self.order: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        x, y = batch
+        logits = self.net(x)
+        accuracy: Any = self.accuracies[0 if self.shared else dataloader_idx]
+        accuracy(logits, y)
+        self.order.append(dataloader_idx)
+        self.log("val/loss", F.cross_entropy(logits, y))
+        self.log("val/acc", accuracy, on_epoch=True)
+        self.log("val/number", float(dataloader_idx))
+        self.log(f"val_{dataloader_idx}_spread", logits.std(-1).mean(), add_dataloader_idx=False)
+        return F.cross_entropy(logits, y)
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.order == sorted(self.order), self.order
+        self.log("val/acc_mean", sum(one.compute() for one in self.accuracies) / 2)  # type: ignore[operator, misc]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau(optimizer), "monitor": "val/loss/dataloader_idx_1"},
+        }

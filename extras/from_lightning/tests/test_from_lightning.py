@@ -56,7 +56,7 @@ class InOurOrder(L.LightningDataModule):
         order = Order(num_samples=len(self.data.fit), global_batch_size=SIZE, seed=SEED, drop_last=False)
         seen = 0
         batches = []
-        for _ in range(STEPS):
+        for _ in range(2 * STEPS):
             batches.append(order.batch(seen)[1].tolist())
             seen += len(batches[-1])
 
@@ -98,12 +98,14 @@ def draw_alike() -> None:
     torch.randn_like = lambda tensor: drawn(*tensor.shape)  # type: ignore[assignment]
 
 
-def under_lightning(module: Callable[[], L.LightningModule], data: Any) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
+def under_lightning(
+    module: Callable[[], L.LightningModule], data: Any, *, max_epochs: int = 2
+) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
     """Return the module that Lightning has trained in one process, what each step has logged, and the last evaluation."""
     torch.manual_seed(SEED)
     made, note = module().double(), Note()
     trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[note],
+        max_epochs=max_epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[note],
         enable_model_summary=False, num_sanity_val_steps=0, precision="64-true",
     )  # fmt: skip
     trainer.fit(made, InOurOrder(data))
@@ -261,3 +263,35 @@ class TwoSchedules(modules.Teacher):
 def test_two_schedulers_of_one_optimizer_are_refused() -> None:
     with pytest.raises(ValueError, match="returns two schedulers for one optimizer"):
         configured_by(TwoSchedules)
+
+
+SETS = [f"dataset.module._target_={HERE}.TwoSets", f"task.module._target_={HERE}.OnTwoSets", "checkpoint.monitor=val.1/loss"]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_several_validation_loaders_measure_what_they_do_under_lightning(tmp_path: Path) -> None:
+    ended = once(*RUN, *SETS, "trainer.max_epochs=4")
+    made, _, evaluated = under_lightning(modules.OnTwoSets, modules.TwoSets("points", SIZE), max_epochs=4)
+    last = {row["split"]: row for row in exact_rows(ended) if row["step"] == 2 * STEPS}
+    for name, value in evaluated.items():
+        column, _, number = name.removeprefix("val/").partition("/dataloader_idx_")
+        split = "val.1" if number == "1" or name in ("val_1_spread", "val/acc_mean") else "val"
+        assert last[split][column] == pytest.approx(value, rel=1e-6), (name, last)  # Lightning logs in float32
+    assert len(evaluated) == 9 and "acc_mean" not in last["val"]
+    for parameter, value in made.state_dict().items():
+        assert torch.allclose(ended.weights[parameter], value, rtol=1e-10, atol=1e-10), parameter
+    rates = [row["lr"] for row in exact_rows(ended) if row["split"] == "train"]
+    assert rates[0] > rates[-1], "the scheduler follows the second loader"
+    again = command("mode=eval", f"run.dir={ended.directory}", "eval.split=val.1", root=tmp_path)
+    assert again.code == 0 and f"{last['val.1']['loss']:.6g}" in again.output, again.output
+    two = [*RUN, *SETS, "trainer.max_epochs=4", "micro_batch_size=3", "checkpoint.every=3", "dataset.module.kind=dictionary"]
+    more = ["parallel=ddp", "launch.nproc_per_node=2", "launch.max_restarts=0"]
+    assert command(*two, *more, root=tmp_path, before=after_step(8, crash)).code != 0
+    assert_close(finished(*two, *more, root=tmp_path), ended)
+
+
+def test_what_several_validation_sets_cannot_have_is_refused(tmp_path: Path) -> None:
+    shared = command(*RUN, *SETS, "+task.module.shared=true", "rehearse=true", root=tmp_path)
+    assert shared.code == 78 and "two validation sets log 'acc' with one metric" in shared.output, shared.output
+    monitor = command(*RUN, *SETS, "checkpoint.monitor=val.2/loss", root=tmp_path)
+    assert monitor.code == 78 and "'val.2/loss' is not valid" in monitor.output and "val.1/loss" in monitor.output
