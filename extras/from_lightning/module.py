@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from extras.from_lightning.logger import Logger
 from framework.runtime.exits import Unfit
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}  # by split
@@ -53,10 +54,13 @@ class FromTrainer:
     num_nodes: int = 1
     num_devices: int = 1
     accumulate_grad_batches: int = 1
-    logger: Any = None
-    loggers: Sequence[Any] = ()
+    logger: Logger = field(default_factory=Logger)
     callbacks: Sequence[Any] = ()
     model: Any = None  # the LightningModule
+
+    @property
+    def loggers(self) -> list[Logger]:
+        return [self.logger]
 
     @property
     def estimated_stepping_batches(self) -> int:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from extras.from_lightning.logger import Logger
 from extras.from_lightning.module import STEPS, Driver, FromTrainer, metrics_of
 from extras.from_lightning.optimizers import Plateau, configured_by, names_of_turns
 from framework.engine.engine import Engine
@@ -134,6 +135,7 @@ class Hooks:
         self._metrics = {name: part for name, part in loop.module.named_modules() if isinstance(part, Metric)}
         for metric in self._metrics.values():
             metric.process_group = loop.engine.data_group
+        trainer.logger = Logger(loop)
         self._loop, self._initial = loop, plain_attributes(loop.module)
         self._call(loop, "on_fit_start", "on_train_start")
 

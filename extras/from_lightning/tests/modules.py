@@ -402,3 +402,32 @@ class OnTwoSets(L.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": plateau(optimizer), "monitor": "val/loss/dataloader_idx_1"},
         }
+
+
+class Pictures(VAE):
+    """It logs pictures, a sound, a table and texts, as for TensorBoard and Weights & Biases."""
+
+    def __init__(self, odd: bool = False) -> None:
+        super().__init__()
+        self.odd = odd
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        x, y = batch
+        board: Any = self.logger.experiment  # type: ignore[union-attr]
+        if batch_idx == 0:
+            board.add_image("val/input", x[:6].sigmoid(), self.global_step, dataformats="HW")
+            board.add_audio("val/sound", x[:1].tanh(), sample_rate=8000)
+            board.add_text("val/story", f"{len(y)} points", global_step=self.current_epoch)
+            for logger in self.loggers:
+                logger.log_image("val/pairs", [x.sigmoid(), (x * 2).sigmoid()], caption=["once", "twice"])  # type: ignore[attr-defined]
+        if self.odd:
+            board.log({"val/loss": 1.0})
+        return super().validation_step(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure()
+        figure.subplots().plot([1, 2])
+        self.logger.experiment.add_figure("val/curve", figure, self.global_step)  # type: ignore[union-attr]
+        self.logger.log_table(key="val/table", columns=["a", "b"], data=[[1, "x"]])  # type: ignore[union-attr]

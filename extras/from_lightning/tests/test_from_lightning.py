@@ -295,3 +295,18 @@ def test_what_several_validation_sets_cannot_have_is_refused(tmp_path: Path) -> 
     assert shared.code == 78 and "two validation sets log 'acc' with one metric" in shared.output, shared.output
     monitor = command(*RUN, *SETS, "checkpoint.monitor=val.2/loss", root=tmp_path)
     assert monitor.code == 78 and "'val.2/loss' is not valid" in monitor.output and "val.1/loss" in monitor.output
+
+
+def test_what_a_module_gives_its_logger_is_media_of_the_run_or_refused_with_the_way(tmp_path: Path) -> None:
+    two = ["micro_batch_size=8", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
+    pictures = finished(*RUN, f"task.module._target_={HERE}.Pictures", *two, root=tmp_path)
+    found = {str(path.relative_to(pictures.directory / "media")) for path in pictures.directory.glob("media/**/*.*")}
+    ends = {"input": "png", "sound": "wav", "story": "txt", "pairs/0": "png", "pairs/1": "png", "pairs/caption": "txt",
+            "curve": "png", "table": "csv"}  # fmt: skip
+    assert found == {f"val/{name}/step_{step:08}.{end}" for name, end in ends.items() for step in (5, 10)}
+    assert (pictures.directory / "media/val/story/step_00000010.txt").read_text() == "8 points"
+    assert (pictures.directory / "media/val/table/step_00000010.csv").read_text() == "a,b\n1,x\n"
+    again = command("mode=eval", f"run.dir={pictures.directory}", root=tmp_path)
+    assert again.code == 0, again.output
+    odd = command(*RUN, f"task.module._target_={HERE}.Pictures", "+task.module.odd=true", "rehearse=true", root=tmp_path)
+    assert odd.code == 78 and "self.logger.log: is not available (numbers: self.log" in odd.output, odd.output
