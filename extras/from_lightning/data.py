@@ -29,7 +29,8 @@ class DataModule:
     @cached_property
     def _made(self) -> Any:
         made = self.module()
-        own = {name for base in type(made).__mro__ if not base.__module__.startswith("lightning") for name in vars(base)}
+        bases = [base for base in type(made).__mro__ if base.__module__.partition(".")[0] not in ("lightning", "torch")]
+        own = {name for base in bases for name in vars(base)}
         if odd := sorted(own.intersection(_HOOKS)):
             raise ValueError(f"dataset.module: overrides {', '.join(odd)}, which is not called (the module can override it)")
         made.prepare_data()
@@ -104,7 +105,7 @@ def _missing(split: Split) -> Any:
 
 
 def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, Any]:
-    """Return the parts of a batch as its loader makes it; if it is no pair, all of it as the inputs."""
+    """Return the parts of a batch as its loader makes it; if it is no pair, all of it as the one argument of the model."""
     batch = collate(samples)
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is not None
-    return (batch[0], batch[1]) if is_pair else (batch, None)  # a pair again in the step: mode=predict needs the inputs alone
+    return (batch[0], batch[1]) if is_pair else ((batch,), None)  # a pair, because mode=predict needs the inputs alone

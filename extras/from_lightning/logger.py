@@ -1,4 +1,4 @@
-"""What `self.logger` of a LightningModule logs, by the names of TensorBoard and of Lightning's WandbLogger: media of the run."""
+"""What `self.logger` of a LightningModule can log: media of the run, by the names of TensorBoard and of WandbLogger."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from framework.training.loop_view import Loop
 
 
 class Logger:
-    """The methods that have the meaning of the loop's: the step is the run's own. Without a loop (mode=eval) they do nothing."""
+    """Methods that log as the loop does, in the step of the run. Without a loop (mode=eval), they do nothing."""
 
     def __init__(self, loop: Loop | None = None) -> None:
         self._loop = loop

@@ -249,7 +249,10 @@ def _kind(split: str) -> str:
 
 def _whole(batch: Any) -> Any:
     """Return a batch as the module's data have it."""
-    return [batch.inputs, batch.targets] if batch.targets is not None else batch.inputs
+    if batch.targets is not None:
+        return [batch.inputs, batch.targets]
+    is_argument = isinstance(batch.inputs, tuple) and len(batch.inputs) == 1
+    return batch.inputs[0] if is_argument else batch.inputs
 
 
 def plain_attributes(module: Any) -> dict[str, Any]:

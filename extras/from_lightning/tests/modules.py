@@ -431,3 +431,43 @@ class Pictures(VAE):
         figure.subplots().plot([1, 2])
         self.logger.experiment.add_figure("val/curve", figure, self.global_step)  # type: ignore[union-attr]
         self.logger.log_table(key="val/table", columns=["a", "b"], data=[[1, "x"]])  # type: ignore[union-attr]
+
+
+class Named(Data):
+    """Batches that are dictionaries."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.fit, self.held_out = ([{"x": x, "label": y} for x, y in part] for part in (self.fit, self.held_out))  # type: ignore[assignment]
+
+
+class TakesAll(L.LightningModule):
+    """Its forward takes a batch whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, batch: Any) -> Tensor:
+        found: Tensor = self.net(batch["x"])
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch), batch["label"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithOwnLoaders(OnTwoSets):
+    """A module that has its data itself."""
+
+    def setup(self, stage: str) -> None:
+        self.data = TwoSets()
+        self.data.setup(stage)
+
+    def train_dataloader(self) -> Any:
+        return self.data.train_dataloader()
+
+    def val_dataloader(self) -> Any:
+        return self.data.val_dataloader()

@@ -227,7 +227,11 @@ class Loaders(modules.Data):
         self.kind = kind
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.fit, batch_size=SIZE // 2 if self.kind == "size" else SIZE, drop_last=self.kind == "drops")
+        loader = DataLoader(self.fit, batch_size=SIZE // 2 if self.kind == "size" else SIZE, drop_last=self.kind == "drops")
+        return [loader] * 2 if self.kind == "several" else loader
+
+    def test_dataloader(self) -> Any:
+        return [self.val_dataloader()] * (2 if self.kind == "several" else 1)
 
     def val_dataloader(self) -> Any:
         chosen = torch.utils.data.SubsetRandomSampler(range(3)) if self.kind == "sampler" else None
@@ -245,6 +249,12 @@ class Moves(modules.Data):
         (lambda: Loaders("size"), "train", "its batches have 8 samples, and those of the run 16 (global_batch_size=8)"),
         (lambda: Loaders("drops"), "train", "drops its last batch, but the run does not (drop_last=true)"),
         (lambda: Loaders("sampler"), "val", "has a SubsetRandomSampler, but the run orders its samples"),
+        (
+            lambda: Loaders("several"),
+            "train",
+            "train_dataloader returns 2 loaders (one; only val_dataloader may return several)",
+        ),
+        (lambda: Loaders("several"), "test", "test_dataloader returns 2 loaders"),
         (Moves, "train", "overrides on_after_batch_transfer, which is not called"),
     ],
 )
@@ -282,6 +292,9 @@ def test_several_validation_loaders_measure_what_they_do_under_lightning(tmp_pat
         assert torch.allclose(ended.weights[parameter], value, rtol=1e-10, atol=1e-10), parameter
     rates = [row["lr"] for row in exact_rows(ended) if row["split"] == "train"]
     assert rates[0] > rates[-1], "the scheduler follows the second loader"
+    both = [f"{part}.module._target_={HERE}.WithOwnLoaders" for part in ("task", "dataset")]
+    own = once(*RUN, *SETS, *both, "trainer.max_epochs=4")
+    assert_same_bits(own, ended)
     again = command("mode=eval", f"run.dir={ended.directory}", "eval.split=val.1", root=tmp_path)
     assert again.code == 0 and f"{last['val.1']['loss']:.6g}" in again.output, again.output
     two = [*RUN, *SETS, "trainer.max_epochs=4", "micro_batch_size=3", "checkpoint.every=3", "dataset.module.kind=dictionary"]
@@ -310,3 +323,17 @@ def test_what_a_module_gives_its_logger_is_media_of_the_run_or_refused_with_the_
     assert again.code == 0, again.output
     odd = command(*RUN, f"task.module._target_={HERE}.Pictures", "+task.module.odd=true", "rehearse=true", root=tmp_path)
     assert odd.code == 78 and "self.logger.log: is not available (numbers: self.log" in odd.output, odd.output
+
+
+def test_a_module_that_takes_its_batch_whole_is_trained_predicted_and_exported(tmp_path: Path) -> None:
+    whole = [f"dataset.module._target_={HERE}.Named", f"task.module._target_={HERE}.TakesAll", "rehearse=true"]
+    trained = finished(*RUN, *whole, root=tmp_path)
+    for mode in (["mode=export", "export.formats=[pt2]"], ["mode=predict", "predict.split=val"]):
+        ended = command(*mode, f"run.dir={trained.directory}", root=tmp_path)
+        assert ended.code == 0, ended.output
+    predicted = load_file(trained.directory / "predictions" / "val.safetensors")["output"]
+    data = modules.Named("points", SIZE)
+    data.setup("fit")
+    batch = next(iter(DataLoader(data.held_out, batch_size=24)))
+    again = torch.export.load(trained.directory / "export" / "model.pt2").module()(batch)
+    torch.testing.assert_close(again, predicted, rtol=1e-6, atol=1e-6, check_dtype=False)
