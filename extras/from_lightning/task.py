@@ -42,7 +42,8 @@ class Task:
             seeds = context.generator_of_step
             torch.manual_seed(int(torch.randint(2**62, (), generator=seeds, device=seeds.device)))
         found = call.drive(driver, STEPS[split], _whole(batch), context.batch)
-        if shared := [name for name, metric in driver.metrics.items() if id(metric) in driver.measured]:
+        shared = [name for name, metric in driver.metrics.items() if id(metric) in driver.measured]
+        if shared and not is_training:
             what = f"two validation sets log {shared[0]!r} with one metric, whose value would be over both"
             raise Unfit(f"task: {what} (a metric for each set, in a torch.nn.ModuleList)")
         count = context.size

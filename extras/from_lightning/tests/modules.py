@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric
@@ -419,7 +420,7 @@ class Pictures(VAE):
             board.add_audio("val/sound", x[:1].tanh(), sample_rate=8000)
             board.add_text("val/story", f"{len(y)} points", global_step=self.current_epoch)
             for logger in self.loggers:
-                logger.log_image("val/pairs", [x.sigmoid(), (x * 2).sigmoid()], caption=["once", "twice"])  # type: ignore[attr-defined]
+                logger.log_image("val/pairs", [x.sigmoid(), Image.new("RGB", (4, 4))], caption=["points", "black"])  # type: ignore[attr-defined]
         if self.odd:
             board.log({"val/loss": 1.0})
         return super().validation_step(batch)

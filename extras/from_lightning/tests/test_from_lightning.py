@@ -301,6 +301,7 @@ def test_several_validation_loaders_measure_what_they_do_under_lightning(tmp_pat
     more = ["parallel=ddp", "launch.nproc_per_node=2", "launch.max_restarts=0"]
     assert command(*two, *more, root=tmp_path, before=after_step(8, crash)).code != 0
     assert_close(finished(*two, *more, root=tmp_path), ended)
+    assert "finished already" in command(*two, *more, root=tmp_path).output
 
 
 def test_what_several_validation_sets_cannot_have_is_refused(tmp_path: Path) -> None:
