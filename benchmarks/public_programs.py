@@ -4,6 +4,7 @@
     python benchmarks/public_programs.py flow ode     some of them
     python benchmarks/public_programs.py --kill all   each is killed under each strategy, not only under one of them
     python benchmarks/public_programs.py --lines      only count the lines
+    python benchmarks/public_programs.py --lightning  only compare with the programs in benchmarks/public/with_lightning
 
 Each program is a file in benchmarks/public/conf/experiment, with the Python that it names. It runs in float64, with its rehearsal:
 alone, under five strategies on two processes, and again under one of them: all processes of this run are killed after step 7,
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ from framework.runs.metrics_file import MACHINE  # noqa: E402
 NUM_STEPS, SAVE_EVERY, KILL_AFTER = 12, 5, 7  # an epoch has 4 steps
 COMMON = ["global_batch_size=12", "trainer.max_epochs=null", f"trainer.max_steps={NUM_STEPS}", "trainer.log_every=1",
           "trainer.eval_every=null", f"checkpoint.every={SAVE_EVERY}", "checkpoint.async_save=false"]  # fmt: skip
+WITH_LIGHTNING = {path.stem for path in (PROJECT / "with_lightning").glob("*.py")}
 STRATEGIES = ("ddp", "zero", "fsdp", "tensor", "pipeline")
 
 
@@ -84,19 +87,55 @@ PROGRAMS = {
 }
 
 
-def loop_of(name: str) -> ModuleType:
-    """Import the plain loop of a program, and so the packages that the program needs."""
+def loop_of(name: str, *, folder: str = "plain") -> ModuleType:
+    """Import the plain loop of a program, and so the packages that the program needs; or another file that trains it."""
     if str(PROJECT) not in sys.path:
         sys.path.append(str(PROJECT))
-    spec = importlib.util.spec_from_file_location(f"plain_{name}", PROJECT / "plain" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", PROJECT / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     loop = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loop)
     return loop
 
 
-def plain(loop: ModuleType, line: list[str], folder: Path) -> int:
-    """Train a program in its plain loop; write its weights and the loss of each step as a run does."""
+class UnderLightning:
+    """A LightningModule and its Trainer, as a plain loop."""
+
+    def __init__(self, name: str, *, batches_per_epoch: int) -> None:
+        self._file, self._batches_per_epoch = loop_of(name, folder="with_lightning"), batches_per_epoch
+
+    def build(self) -> nn.Module:
+        self._lit = self._file.Lit()
+        model: nn.Module = self._lit.model
+        return model
+
+    def train(self, model: nn.Module, batches: Iterator[Any]) -> Iterator[float]:
+        import lightning as L
+
+        losses: list[float] = []
+
+        class Note(L.Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
+                if number % trainer.accumulate_grad_batches == 0:
+                    losses.append(0.0)
+                losses[-1] += float(outputs["loss"])  # Lightning has divided it by the number of batches in a step
+
+        class Loader:
+            """A batch is fetched just before its step, because this seeds the draws of the step."""
+
+            def __iter__(_) -> Iterator[Any]:
+                return islice(batches, self._batches_per_epoch)
+
+            def __len__(_) -> int:
+                return self._batches_per_epoch
+
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        self._file.train(self._lit, Loader(), accelerator="cpu", callbacks=[Note()], **quiet)
+        return iter(losses)
+
+
+def plain(loop: Any, line: list[str], folder: Path) -> int:
+    """Train a program in its plain loop, or in another that has `build` and `train`; write its weights and the loss of each step as a run does."""
     from framework.build.training import Builder
     from framework.distributed.world import World
 
@@ -230,14 +269,31 @@ def measure(name: str, *, folder: Path, strategies: Sequence[str], killed: Seque
     return Measured(difference(Result.of(folder / "plain"), single, idle=program.idle), from_single, survives)
 
 
-def lines_of(name: str) -> tuple[int, int]:
-    """Count the lines of a program, of YAML and Python, and of its plain loop. A model that both need counts for both."""
+def difference_from_lightning(name: str, *, folder: Path) -> Difference:
+    """Return the difference of a program from what Lightning computes. `folder` exists."""
+    line = [f"experiment={name}", f"precision={PROGRAMS[name].precision}", *COMMON]
+
+    def under_lightning() -> int:
+        config = checked_line(line).config
+        assert config is not None
+        batches_per_step = config.global_batch_size // (config.known_micro_batch_size or config.global_batch_size)
+        return plain(UnderLightning(name, batches_per_epoch=4 * batches_per_step), line, folder / "lightning")
+
+    child(under_lightning, folder=folder / "lightning")
+    run(line, folder / "single")
+    return difference(Result.of(folder / "lightning"), Result.of(folder / "single"), idle=PROGRAMS[name].idle)
+
+
+def lines_of(name: str) -> list[int | None]:
+    """Count the lines of a program here (YAML and Python), in a plain loop and with Lightning; None: we have not written it.
+
+    A model that all need counts for all.
+    """
     own = [PROJECT / "conf" / "experiment" / f"{name}.yaml", PROJECT / f"{name}.py"]
-    both = PROJECT / f"{name}_model.py"
-    ours, theirs = (
-        sum(num_lines(file) for file in (*files, both) if file.exists()) for files in (own, [PROJECT / "plain" / own[1].name])
-    )
-    return ours, theirs
+    ways = [own, *([PROJECT / folder / own[1].name] for folder in ("plain", "with_lightning"))]
+    model = PROJECT / f"{name}_model.py"
+    found = [[num_lines(file) for file in files if file.exists()] for files in ways]
+    return [sum(counts) + (num_lines(model) if model.exists() else 0) if counts else None for counts in found]
 
 
 def strategies_to_kill(name: str) -> list[str]:
@@ -251,13 +307,19 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=[*PROGRAMS], metavar="NAME", help=", ".join(PROGRAMS))
     parser.add_argument("--kill", choices=["one", "all"], default="one")
     parser.add_argument("--lines", action="store_true")
+    parser.add_argument("--lightning", action="store_true")
     options = parser.parse_args()
     if options.lines:
-        print("| program | lines here | lines of the plain loop |\n| --- | --- | --- |")
+        print("| program | lines here | lines of the plain loop | lines with Lightning |\n| --- | --- | --- | --- |")
         for name in options.names:
-            print(f"| {name} | {' | '.join(map(str, lines_of(name)))} |")
+            print(f"| {name} | {' | '.join(str(count or '') for count in lines_of(name))} |")
         return
     torch.set_num_threads(1)  # before the forks
+    if options.lightning:
+        for name in filter(WITH_LIGHTNING.__contains__, options.names):
+            with tempfile.TemporaryDirectory() as folder:
+                print(f"| {name} | {difference_from_lightning(name, folder=Path(folder))} |", flush=True)
+        return
     print("Each cell: the largest relative difference of a tensor of the weights; of a loss. 0 = the same bits.")
     print(f"| program | single to plain | {' | '.join(f'{how} to single' for how in STRATEGIES)} | killed |")
     print(f"| --- | --- |{' --- |' * len(STRATEGIES)} --- |")

@@ -27,7 +27,19 @@ def test_a_public_program_keeps_its_numbers_in_every_way_or_is_refused_with_the_
     assert found.from_single.keys() == {*public.STRATEGIES} and found.survives == dict.fromkeys(killed, True)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("name", sorted(public.WITH_LIGHTNING))
+def test_a_public_program_computes_what_it_does_under_lightning(name: str, tmp_path: Path) -> None:
+    try:
+        public.loop_of(name, folder="with_lightning")
+    except ImportError as error:
+        pytest.skip(f"{error.name} is not installed")
+    apart = public.difference_from_lightning(name, folder=tmp_path)
+    assert apart.weights < 1e-9 and apart.losses < (1e-5 if name in IN_FLOAT32 else 1e-9), apart
+
+
 def test_each_public_program_is_written_as_a_run_and_as_a_plain_loop() -> None:
-    assert all(min(public.lines_of(name)) > 10 for name in public.PROGRAMS)
+    assert all(min(filter(None, public.lines_of(name))) > 10 for name in public.PROGRAMS) and len(public.WITH_LIGHTNING) >= 5
     assert {path.stem for path in (public.PROJECT / "plain").glob("*.py")} == public.PROGRAMS.keys()
     assert {path.stem for path in (public.PROJECT / "conf" / "experiment").glob("*.yaml")} == public.PROGRAMS.keys()

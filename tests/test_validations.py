@@ -45,6 +45,8 @@ def test_what_is_wrong_with_a_set_is_named_by_its_key(tmp_path: Path) -> None:
     unknown = command(*RUN, *MAP, *SETS, "checkpoint.monitor=val.noizy/loss", root=tmp_path)
     assert unknown.code == 78
     assert "checkpoint.monitor: 'val.noizy/loss' is not valid" in unknown.output and "val.noisy/loss" in unknown.output
+    text = command(*RUN, *MAP, "dataset.val=tests.test_any_data.Pictures", root=tmp_path)
+    assert text.code == 78 and "(dataset.val._target_=tests.test_any_data.Pictures)" in text.output, text.output
     folds = command(*RUN, *MAP, *SETS, "dataset.folds=3", "dataset.fold=0", root=tmp_path)
     assert folds.code == 78 and "dataset.val: has names (each with" in folds.output, folds.output
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from framework.data.map_style import MapStyle
 from framework.data.source import SPLITS, NotNegative, Source, Split
+from framework.runtime.exits import Unfit
 
 _HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch_to_device", "state_dict", "load_state_dict")
 
@@ -14,7 +15,7 @@ _HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch
 @dataclass(kw_only=True, eq=False)
 class DataModule:
     """The datasets and collate functions of the loaders of a LightningDataModule. Without a loader of its own, test has the
-    samples of val, and val a share of train.
+    samples of val, and val a share of train. The further loaders of a val_dataloader are the splits val.1, val.2, ...
 
     The run chooses the order and the number of workers. Its global batch has the size of the loader's batches.
     """
@@ -28,7 +29,8 @@ class DataModule:
     @cached_property
     def _made(self) -> Any:
         made = self.module()
-        own = {name for base in type(made).__mro__ if not base.__module__.startswith("lightning") for name in vars(base)}
+        bases = [base for base in type(made).__mro__ if base.__module__.partition(".")[0] not in ("lightning", "torch")]
+        own = {name for base in bases for name in vars(base)}
         if odd := sorted(own.intersection(_HOOKS)):
             raise ValueError(f"dataset.module: overrides {', '.join(odd)}, which is not called (the module can override it)")
         made.prepare_data()
@@ -39,6 +41,12 @@ class DataModule:
     def info(self) -> Mapping[str, int]:
         return self.facts
 
+    @cached_property
+    def validations(self) -> list[Split]:
+        """The names of the validation splits. This prepares the data."""
+        loaders = _loaders(self._made, "val") if self._has_own("val") else []
+        return ["val", *(f"val.{number}" for number in range(1, len(loaders)))]
+
     def problems(self) -> list[str]:
         return []
 
@@ -47,9 +55,12 @@ class DataModule:
         made = self._made
         if split == "test":
             made.setup("test")
-        own = [name for name in SPLITS if getattr(type(made), f"{name}_dataloader") is not _missing(name)]
-        loader = self._loader(made, next(name for name in (split, "val", "train") if name in own or name == "train"))
-        makes: dict[Any, Any] = {name: partial(self._dataset, made, name) for name in own}
+        elif split.startswith("val.") and split not in self.validations:
+            raise Unfit(f"{split}: is no split of this dataset (one of train, {', '.join(self.validations)}, test)")
+        split, _, name = split.partition(".")
+        number, own = int(name or 0), [name for name in SPLITS if self._has_own(name)]
+        loader = self._loader(next(name for name in (split, "val", "train") if name in own or name == "train"), number)
+        makes: dict[Any, Any] = {name: partial(self._dataset, name, number) for name in own}
         if "val" in own:
             makes.setdefault("test", makes["val"])
         return MapStyle(**makes, collate=partial(_whole_batch, loader.collate_fn)).load(split)
@@ -57,15 +68,19 @@ class DataModule:
     def transform(self, inputs: Any, targets: Any, *, keys: Any) -> tuple[Any, Any]:
         return inputs, targets
 
-    def _dataset(self, made: Any, split: Split) -> Any:
-        return self._loader(made, split).dataset
+    def _has_own(self, split: Split) -> bool:
+        return getattr(type(self._made), f"{split}_dataloader") is not _missing(split)
 
-    def _loader(self, made: Any, split: Split) -> Any:
-        loader, key = getattr(made, f"{split}_dataloader")(), f"dataset.module: {split}_dataloader"
-        if isinstance(loader, (list, tuple)) and len(loader) == 1:
-            (loader,) = loader
+    def _dataset(self, split: Split, number: int) -> Any:
+        return self._loader(split, number).dataset
+
+    def _loader(self, split: Split, number: int) -> Any:
+        loaders, key = _loaders(self._made, split), f"dataset.module: {split}_dataloader"
+        if len(loaders) != 1 and (split != "val" or not loaders):
+            raise ValueError(f"{key} returns {len(loaders)} loaders (one; only val_dataloader may return several)")
+        loader = loaders[number]
         if not hasattr(loader, "collate_fn"):
-            raise ValueError(f"{key} returns a {type(loader).__name__} (one torch.utils.data.DataLoader)")
+            raise ValueError(f"{key} returns a {type(loader).__name__} (a torch.utils.data.DataLoader)")
         if split == "train" and loader.batch_size != self.global_batch_size:
             what = f"its batches have {loader.batch_size} samples, and those of the run {self.global_batch_size}"
             raise ValueError(f"{key}: {what} (global_batch_size={loader.batch_size or 'N'})")
@@ -78,6 +93,11 @@ class DataModule:
         return loader
 
 
+def _loaders(made: Any, split: Split) -> list[Any]:
+    found = getattr(made, f"{split}_dataloader")()
+    return [*found.values()] if isinstance(found, Mapping) else [*found] if isinstance(found, (list, tuple)) else [found]
+
+
 def _missing(split: Split) -> Any:
     from lightning.pytorch import LightningDataModule
 
@@ -85,7 +105,7 @@ def _missing(split: Split) -> Any:
 
 
 def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, Any]:
-    """Return the parts of a batch as its loader makes it; if it is no pair, all of it as the inputs."""
+    """Return the parts of a batch as its loader makes it; if it is no pair, all of it as the one argument of the model."""
     batch = collate(samples)
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is not None
-    return (batch[0], batch[1]) if is_pair else (batch, None)  # a pair again in the step: mode=predict needs the inputs alone
+    return (batch[0], batch[1]) if is_pair else ((batch,), None)  # a pair, because mode=predict needs the inputs alone

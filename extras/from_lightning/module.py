@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from extras.from_lightning.logger import Logger
 from framework.runtime.exits import Unfit
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}  # by split
@@ -53,10 +54,13 @@ class FromTrainer:
     num_nodes: int = 1
     num_devices: int = 1
     accumulate_grad_batches: int = 1
-    logger: Any = None
-    loggers: Sequence[Any] = ()
+    logger: Logger = field(default_factory=Logger)
     callbacks: Sequence[Any] = ()
     model: Any = None  # the LightningModule
+
+    @property
+    def loggers(self) -> list[Logger]:
+        return [self.logger]
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -77,6 +81,10 @@ class Driver:
     logged: dict[str, tuple[Any, int | None]] = field(default_factory=dict)  # values by name, with batch_size
     earlier: set[str] = field(default_factory=set)  # the names of values from earlier turns of the step
     metrics: dict[str, Metric] = field(default_factory=dict)  # that were logged as objects, by name
+    measured: dict[int, Metric] = field(default_factory=dict)  # that earlier sets of this validation have logged, by id
+    split: str = "train"
+    validations: Sequence[str] = ()  # the names of the validation splits, where a run's loop goes through them
+    is_evaluating: bool = False  # the hooks at the start of an evaluation have been called, and not yet those at its end
     module: Any = None  # the LightningModule that was called last
     is_padding: bool = False  # the batch does not count
     turns: Sequence[str] = ("",)  # the names of the optimizers, if there are several
@@ -85,6 +93,29 @@ class Driver:
     taken: int = 0  # optimizers that the training_step has stepped
     num_calls: int = 0  # of training_step in this step
     is_done: bool = False  # whether the optimizer of the turn is among them
+
+    @property
+    def loader_number(self) -> int:
+        """The number of the split's loader. Unfit if the split has another name."""
+        name = self.split.partition(".")[2]
+        if name and not name.isdigit():
+            what = "a LightningModule gets the number of a validation set"
+            raise Unfit(f"dataset.val.{name}: {what} (dataset.val.0=..., dataset.val.1=...)")
+        return int(name or 0)
+
+    def reset(self) -> None:
+        """Reset the metrics that were logged as objects: their values are of one step or one validation."""
+        for metric in (*self.metrics.values(), *self.measured.values()):
+            metric.reset()
+        self.metrics.clear()
+        self.measured.clear()
+
+    def values(self) -> dict[str, float]:
+        """Return the values of the metrics that this split has logged, over what all ranks have seen. Collective."""
+        found = {name: float(metric.compute()) for name, metric in self.metrics.items()}
+        self.measured |= {id(metric): metric for metric in self.metrics.values()}
+        self.metrics.clear()
+        return found
 
     def stepped(self, number: int) -> None:
         """Note that the training_step steps an optimizer."""
@@ -147,7 +178,7 @@ def metrics_of(module: Any) -> list[Metric]:
 
 def _state_of(metric: Metric) -> dict[str, Any]:
     state = {name: [*value] if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()}
-    return state | {"_update_count": metric._update_count, "_computed": None}
+    return state | {"_update_count": metric._update_count, "_computed": metric._computed}
 
 
 def _not_called(kind: type) -> list[str]:
@@ -177,11 +208,13 @@ class _Driven:
         if method == "predict_step" and not has_own(self, method):
             return self(arguments[0][0] if isinstance(arguments[0], list) else arguments[0])  # type: ignore[operator]
         run = getattr(self, method)
-        taken = inspect.signature(run).parameters.values()
+        parameters = inspect.signature(run).parameters
+        taken = parameters.values()
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in taken)
         if method in (*STEPS.values(), "predict_step"):
             moved: Callable[..., Any] = getattr(self, "on_after_batch_transfer")  # noqa: B009  # of the LightningModule
-            arguments = (moved(arguments[0], 0), *arguments[1:])
+            number = driver.loader_number
+            arguments = (moved(arguments[0], number), *arguments[1:], *([number] if "dataloader_idx" in parameters else []))
         self._driver = driver
         self.trainer, driver.trainer.model = driver.trainer, self  # also the trainer of the modules in it
         driver.module = self
@@ -193,6 +226,8 @@ class _Driven:
         finally:
             self._driver = None
             for metric, state in kept:
+                if metric._computed is not state["_computed"]:
+                    state["_computed"] = None  # another rank has updated it, and compute() waits for all ranks
                 for name, value in state.items():
                     setattr(metric, name, value)
 

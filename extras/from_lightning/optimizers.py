@@ -196,9 +196,9 @@ class Plateau:
             raise Unfit("task: ReduceLROnPlateau lowers its groups by different factors (min_lr as their rates are)")
         return shares[0]
 
-    def evaluated(self, split: str, row: Mapping[str, Any]) -> None:
-        """Let the scheduler step, if it follows a column of this split's rows."""
-        if self._followed is None or split != "val":
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Let the scheduler step, if it follows a column of this validation."""
+        if self._followed is None:
             return
         name = str(self._followed.monitor).removeprefix("val/")
         if name not in row:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from extras.from_lightning.logger import Logger
 from extras.from_lightning.module import STEPS, Driver, FromTrainer, metrics_of
 from extras.from_lightning.optimizers import Plateau, configured_by, names_of_turns
 from framework.engine.engine import Engine
@@ -28,14 +29,23 @@ class Task:
             turn = driver.turns.index(context.turn)
             trainer.global_step, trainer.current_epoch = context.step * len(driver.turns) + turn, context.epoch
             driver.num_calls += 1
-        trainer.training, trainer.validating, trainer.testing = is_training, context.split == "val", context.split == "test"
+        driver.split, split = context.split, _kind(context.split)
+        trainer.training, trainer.validating, trainer.testing = is_training, split == "val", split == "test"
+        if not is_training and not driver.is_evaluating:  # mode=eval has no parts
+            driver.is_evaluating = True
+            for hook in _hooks(driver.split, "start", "epoch_start"):
+                call.drive(driver, hook)
         driver.logged.clear()
         driver.turn, driver.taken, driver.is_done, driver.is_padding = context.turn, 0, False, context.is_padding
         driver.losses.clear()
         if context.turn:  # so that all turns of a step see the same noise, as one training_step does
             seeds = context.generator_of_step
             torch.manual_seed(int(torch.randint(2**62, (), generator=seeds, device=seeds.device)))
-        found = call.drive(driver, STEPS[context.split or "train"], _whole(batch), context.batch)
+        found = call.drive(driver, STEPS[split], _whole(batch), context.batch)
+        shared = [name for name, metric in driver.metrics.items() if id(metric) in driver.measured]
+        if shared and not is_training:
+            what = f"two validation sets log {shared[0]!r} with one metric, whose value would be over both"
+            raise Unfit(f"task: {what} (a metric for each set, in a torch.nn.ModuleList)")
         count = context.size
         new = {name: given for name, given in driver.logged.items() if name not in driver.earlier}
         columns = {name: _weighted(value, size or count) for name, (value, size) in new.items()}
@@ -43,7 +53,7 @@ class Task:
 
     def predict(self, call: Any, batch: Any, context: Any) -> Any:
         """Return what the predict_step returns for a batch."""
-        self.driver.trainer.training, self.driver.trainer.predicting = False, True
+        self.driver.trainer.training, self.driver.trainer.predicting, self.driver.split = False, True, context.split
         return call.drive(self.driver, "predict_step", _whole(batch), context.batch)
 
     @property
@@ -52,7 +62,7 @@ class Task:
         return getattr(self.driver.module, "training_step", None)
 
     def _loss(self, found: Any, context: Any) -> Any:
-        driver, step = self.driver, STEPS[context.split or "train"]
+        driver, step = self.driver, STEPS[_kind(context.split)]
         if context.is_training and not driver.module.automatic_optimization:
             if driver.losses and not driver.is_done:
                 what = "training_step calls manual_backward, and steps no optimizer with it"
@@ -64,7 +74,7 @@ class Task:
             raise Unfit("task: several optimizers, but the module's automatic_optimization is true (it steps them itself)")
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if loss is None and not context.is_training:
-            loss = self._logged_loss(context.split)
+            loss = self._logged_loss(_kind(context.split))
         if loss is None:
             raise Unfit(
                 f"task: {step} returns no loss{'' if context.is_training else ', and logs none'} (a mean over its batch)"
@@ -85,24 +95,18 @@ class Task:
     def measured(self, engine: Engine) -> dict[str, float]:
         """Call the hooks at the end of an evaluation; return what they log, and the values of metrics that were logged."""
         driver = self.driver
-        name = "test" if driver.trainer.testing else "validation"
         driver.logged.clear()
         driver.is_padding = False
         for metric in metrics_of(driver.module):  # also where no loop has begun
             metric.process_group = engine.data_group
-        for hook in (f"on_{name}_epoch_end", f"on_{name}_end"):
+        is_last = driver.split not in driver.validations[:-1]  # a validation has one end, after all of its sets
+        for hook in _hooks(driver.split, "epoch_end", "end") if is_last else ():
             driver.module.drive(driver, hook)
-        found = {name: float(value) for name, (value, _) in driver.logged.items()} | values_of(driver.metrics)
+        found = {name: float(value) for name, (value, _) in driver.logged.items()} | driver.values()
+        if is_last:
+            driver.is_evaluating = False
+            driver.reset()
         return {name: value for name, value in found.items() if name != "loss"}  # which the row has
-
-
-def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
-    """Return the values of metrics, over what all ranks have seen since their last reset, and reset them. Collective."""
-    found = {name: float(metric.compute()) for name, metric in metrics.items()}
-    for metric in metrics.values():
-        metric.reset()
-    metrics.clear()
-    return found
 
 
 def _weighted(value: Any, count: int) -> tuple[Any, int]:
@@ -117,7 +121,7 @@ class Hooks:
         self.driver, self._make = driver, module
         self._columns: dict[str, float] = {}  # that hooks have logged in this step
         self._metrics: dict[str, Metric] = {}
-        self._plateau = Plateau([])
+        self._plateau, self._validated = Plateau([]), dict[str, Any]()  # the columns of the last validation
         self._initial: dict[str, Any] = {}  # plain attributes of the module
         self._has_begun = False
 
@@ -127,16 +131,17 @@ class Hooks:
         trainer.num_steps = trainer.max_steps = loop.total_steps
         trainer.max_epochs = -(-loop.total_steps // self.steps_per_epoch)
         configured = configured_by(self._make, max_epochs=trainer.max_epochs, num_steps=loop.total_steps)
-        self._plateau = Plateau(configured)
+        self._plateau, self.driver.validations = Plateau(configured), loop.splits.validations()
         self.driver.turns = names_of_turns(configured) if len(configured) > 1 else [""]
         self._metrics = {name: part for name, part in loop.module.named_modules() if isinstance(part, Metric)}
         for metric in self._metrics.values():
             metric.process_group = loop.engine.data_group
+        trainer.logger = Logger(loop)
         self._loop, self._initial = loop, plain_attributes(loop.module)
         self._call(loop, "on_fit_start", "on_train_start")
 
     def step_begun(self, loop: Loop) -> None:
-        self._reset()
+        self.driver.reset()
         self._columns.clear()
         self.driver.earlier.clear()
         loop.lr_share = self._plateau.share
@@ -150,7 +155,7 @@ class Hooks:
 
     def gradients_ready(self, loop: Loop) -> None:
         if loop.turn and loop.turn != self.driver.turns[-1]:  # the last turn runs the whole training_step
-            self._reset()
+            self.driver.reset()
         self.driver.earlier |= self.driver.logged.keys()
         self._call(loop, "on_before_zero_grad", given=(loop.optimizer,))
         self._call(loop, "on_after_backward")
@@ -165,19 +170,27 @@ class Hooks:
         self._columns = {name: float(value) for name, (value, _) in self.driver.logged.items()}
 
     def row(self, loop: Loop) -> dict[str, float]:
-        found = self._columns | values_of(self.driver.metrics)
+        found = self._columns | self.driver.values()
+        self.driver.reset()
         return {name: value for name, value in found.items() if name != "loss"}  # which the row has
 
     def evaluating(self, loop: Loop, split: str) -> None:
-        self._reset()
-        name = "test" if split == "test" else "validation"
-        self._call(loop, f"on_{name}_start", f"on_{name}_epoch_start")
+        if split in ("val", "test"):  # not a further set of the same validation
+            self.driver.reset()
+            self.driver.is_evaluating = True
+            self._call(loop, *_hooks(split, "start", "epoch_start"))
 
     def evaluated(self, loop: Loop, split: str, row: Mapping[str, Any]) -> None:
-        self._plateau.evaluated(split, row)
+        if split == "test":
+            return
+        suffix = f"/dataloader_idx_{self.driver.loader_number}"  # as Lightning names them
+        of_set = {f"{name}{suffix}": value for name, value in row.items()}
+        self._validated = {**row, **of_set, **(self._validated if split != "val" else {})}
+        if split == self.driver.validations[-1]:
+            self._plateau.evaluated(self._validated)
 
     def saving(self, loop: Loop) -> None:
-        self._reset()
+        self.driver.reset()
 
     def ended(self, loop: Loop) -> None:
         self._call(loop, "on_train_end", "on_fit_end")
@@ -213,12 +226,6 @@ class Hooks:
                 setattr(self._metrics[metric], attribute, [value] if is_list else value)
         self._plateau.load_state_dict(of_plateau)
 
-    def _reset(self) -> None:
-        """Reset the metrics that were logged as objects: their values are of one step or one evaluation."""
-        for metric in self.driver.metrics.values():
-            metric.reset()
-        self.driver.metrics.clear()
-
     def _call(self, loop: Loop, *hooks: str, given: tuple[Any, ...] = (), epoch: int | None = None) -> Any:
         """Call hooks of the module. `epoch`: None is that of the last step. Return what the last hook returns."""
         module: Any = loop.module
@@ -232,9 +239,21 @@ class Hooks:
         return returned
 
 
+def _hooks(split: str, *moments: str) -> list[str]:
+    return [f"on_{'test' if split == 'test' else 'validation'}_{moment}" for moment in moments]
+
+
+def _kind(split: str) -> str:
+    """Return train, val or test: `val` also for a further validation set."""
+    return split.partition(".")[0] or "train"
+
+
 def _whole(batch: Any) -> Any:
     """Return a batch as the module's data have it."""
-    return [batch.inputs, batch.targets] if batch.targets is not None else batch.inputs
+    if batch.targets is not None:
+        return [batch.inputs, batch.targets]
+    is_argument = isinstance(batch.inputs, tuple) and len(batch.inputs) == 1
+    return batch.inputs[0] if is_argument else batch.inputs
 
 
 def plain_attributes(module: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from framework.config.period import epochs_of
 from framework.config.schema import OF_DATA, Node
 from framework.config.trainer import TrainerSection
 from framework.config.validation import component_problems
-from framework.data.source import Selected, Source, Split
+from framework.data.source import Dataset, Selected, Source, Split
 from framework.randomness import permutation
 from framework.runtime.exits import Unfit
 from framework.runtime.problem import Problem
@@ -24,6 +24,12 @@ def validations(node: Node) -> dict[str, Node]:
     """Return the dataset's node for each of its validation splits, in their order."""
     found = {f"val.{name}" if number else "val": node | {"val": one} for number, (name, one) in enumerate(_named(node).items())}
     return found or {"val": node}
+
+
+def names_of_validations(node: Node, *, built: Dataset) -> list[Split]:
+    """Return the names of the validation splits, also of a dataset that has several itself: then its data are loaded."""
+    own = getattr(built, "validations", ()) if node.get("folds") is None else ()
+    return [*(own or validations(node))]
 
 
 def validation(dataset: Node, split: str) -> Node:

@@ -82,10 +82,10 @@ class Builder:
         """Load a split. With folds, `val` is one fold of the training samples, and `train` has the others. Collective."""
         if split in self.loaded:
             return self.loaded[split]
-        if split.startswith("val."):
+        if split.startswith("val.") and not hasattr(self.dataset, "validations"):
             dataset = components.dataset(splits_of.validation(self.config.dataset, split))
             return load_in_turns(dataset, "val", seed=self.config.seed, world=self.world)
-        if (fold := components.fold_of(self.config.dataset)) is None or split == "test":
+        if (fold := components.fold_of(self.config.dataset)) is None or split not in ("train", "val"):
             return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
         return splits_of.in_fold(self._all_folds, split, number=fold[0], count=fold[1])
 
@@ -161,7 +161,7 @@ class Builder:
 
     def splits(self, *, dp_rank: int = 0, dp_size: int = 1) -> Splits:
         """Return a rank's part of the dataset; a split is loaded when it is first used."""
-        names = [*splits_of.validations(self.config.dataset)]
+        names = partial(splits_of.names_of_validations, self.config.dataset, built=self.dataset)
         return Splits(partial(self._load, dp_rank=dp_rank, dp_size=dp_size), validations=names)
 
     def _load(self, split: Split, *, dp_rank: int, dp_size: int) -> Loader:

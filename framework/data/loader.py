@@ -245,7 +245,7 @@ class Splits:
     load: Callable[[Split], Loader]
     on_load: Callable[[Split, Source], None] = lambda split, source: None  # called when a split has been loaded
     fingerprints: dict[str, dict[str, str]] = field(default_factory=dict)  # of the splits that have been loaded
-    validations: Sequence[Split] = ("val",)
+    validations: Callable[[], Sequence[Split]] = lambda: ("val",)  # only the loaded data of some datasets know them
     _loaders: dict[Split, Loader] = field(default_factory=dict, init=False)
 
     def loader(self, split: Split) -> Loader:

@@ -27,6 +27,9 @@ class SampleDataset:
     def __post_init__(self) -> None:
         if (self.inputs is None) != (self.targets is None):
             raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
+        for split in ("train", "val", "test"):
+            if isinstance(text := getattr(self, split, None), str):
+                raise ValueError(f"dataset.{split}: is the text {text}, and no node (dataset.{split}._target_={text})")
 
     @property
     def info(self) -> Mapping[str, int]:

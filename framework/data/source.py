@@ -124,8 +124,9 @@ class Dataset(Protocol):
         """
         ...
 
-    # A dataset may also have `decode(tokens) -> str` for integer inputs (T,), so that loggers show samples as text, not ids;
-    # and `read_folder(folder) -> (names, source)` for mode=predict, the samples in a folder (ValueError if there are none).
+    # A dataset may also have `validations`, the names of its validation splits (val, val.NAME, ...), if it has several itself;
+    # `decode(tokens) -> str` for integer inputs (T,), so that loggers show samples as text, not ids; and
+    # `read_folder(folder) -> (names, source)` for mode=predict, the samples in a folder (ValueError if there are none).
 
 
 @dataclass(kw_only=True, eq=False)

@@ -58,9 +58,8 @@ class DataRecord:
 def require_recorded(build: Builder) -> None:
     """Compare the data with the record of a finished run. Unfit if they are others; data that are gone are no others."""
     provenance, splits = Provenance(build.directory.path), build.splits()
-    for split in ("train", *splits.validations, "test"):
-        if not (before := provenance.data(split)):
-            continue
+    for split in dict.fromkeys(split for start in provenance.read().starts for split in start.data):
+        before = provenance.data(split)
         try:
             now = fingerprint(splits.loader(split).source, seed=build.config.seed)
         except Exception as error:  # of the user's code or files

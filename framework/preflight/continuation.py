@@ -39,7 +39,7 @@ _ROUNDING = 1e-4  # of a column of a training row; an evaluation is more exact
 def validation_tensors(build: Builder) -> list[Tensor]:
     """Return the first batch of each validation split."""
     found = list[Tensor]()
-    for split in build.splits().validations:
+    for split in build.splits().validations():
         with blamed("dataset", f"its split {split} cannot be fetched", "see dataset.*"):
             loader = build.loader(build.source(split), split, dp_rank=0, dp_size=1)
             loader.num_workers = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from framework.build import components
-from framework.build.splits import validations
+from framework.build.splits import names_of_validations, validations
 from framework.config.schema import Node
 from framework.config.spelling import did_you_mean
 from framework.config.targets import locate
@@ -20,11 +20,16 @@ def monitors_are_metrics(
     task: Node, trainer: TrainerSection, checkpoint: CheckpointSection, metric: Mapping[str, Node], dataset: Node
 ) -> Iterator[Problem]:
     """Refuse to monitor a metric that neither the task nor the run has. This imports the task."""
-    metrics, evaluated = metric_names(task), [*validations(dataset)]
+    metrics, stopping, evaluated = metric_names(task), trainer.early_stopping, [*validations(dataset)]
+    monitors = {"checkpoint.monitor": checkpoint.monitor, "trainer.early_stopping.monitor": stopping.monitor}
+    if any(monitor.startswith("val.") for monitor in monitors.values()):
+        try:
+            evaluated = names_of_validations(dataset, built=components.dataset(dataset))
+        except Exception as error:  # the user's data are loaded
+            yield Problem.of_error("dataset", error)
+            return
     choices = [f"{split}/{name}" for split in (*evaluated, "train") for name in ["loss", *(metrics or ["METRIC"])]]
     choices += [f"{split}/{name}" for split in evaluated for name in metric]
-    stopping = trainer.early_stopping
-    monitors = {"checkpoint.monitor": checkpoint.monitor, "trainer.early_stopping.monitor": stopping.monitor}
     for key, monitor in monitors.items():
         split, _, column = monitor.partition("/")
         is_column = split in evaluated and any(column.startswith(f"{name}_") for name in metric)  # of a metric with several

@@ -215,15 +215,10 @@ class Player:
         with self._blamed("train"):
             self.trainer.train_step(step, measure=False)
 
-    def evaluate(self, *, shares: Sequence[float]) -> None:
-        """Evaluate the first batch of the validation split; for each share, call the parts with a row times this share."""
+    def evaluate(self, *, shares: Sequence[float], splits: Sequence[Split] = ("val",)) -> None:
+        """Evaluate the first batch of validation splits; for each share, call the parts with a row times this share."""
         self._shares = shares
-        with self._blamed("val"):
-            self.trainer.evaluate("val")
-
-    def evaluate_others(self) -> None:
-        """Evaluate the first batch of each further validation split."""
-        for split in self.trainer.splits.validations[1:]:
+        for split in splits:
             with self._blamed(split):
                 self.trainer.evaluate(split)
 

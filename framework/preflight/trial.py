@@ -48,7 +48,8 @@ class Trial:
         findings = cutting.look()
         for step in steps[1:BEFORE]:
             first.take(step)
-        first.evaluate_others()
+        if len(splits := first.trainer.splits.validations()) > 1:
+            first.evaluate(shares=(), splits=splits)
         first.evaluate(shares=(2.0, 1.0))  # a part's best value is from before the save
         outcomes = [self._go_on(first, steps[BEFORE])]
         if sum(parameter.numel() for parameter in first.module.parameters()) <= _SMALL:  # some state matters only later

@@ -6,17 +6,19 @@ import wave
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def png_of_pixels(image: Any) -> bytes:
-    """Return an image as PNG: (H, W), (C, H, W) or (H, W, C), or a batch (B, C, H, W) as a grid, with C 1, 3 or 4.
+    """Return an image as PNG: (H, W), (C, H, W) or (H, W, C), or a batch (B, C, H, W) as a grid, with C 1, 3 or 4; or PIL's.
 
     The values are uint8, or floats from 0 to 1 (others are cut).
     """
     from torchvision.utils import save_image  # type: ignore[import-untyped]  # unannotated; needed for images only
 
-    given, buffer = torch.as_tensor(image).detach(), io.BytesIO()
+    given = (image if isinstance(image, torch.Tensor) else torch.from_numpy(np.array(image))).detach()
+    buffer = io.BytesIO()
     pixels = given.movedim(-1, 0) if given.ndim == 3 and len(given) not in (1, 3, 4) else given
     is_image = pixels.ndim == 2 or (pixels.ndim in (3, 4) and pixels.shape[-3] in (1, 3, 4))
     if not is_image or not pixels.numel() or not (pixels.dtype == torch.uint8 or pixels.is_floating_point()):

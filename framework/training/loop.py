@@ -87,7 +87,7 @@ class Trainer:
             self.parts.agree_on_end()
             can_save = self.parts.can_save(is_ending=self.is_ending)
             if self.is_over or self.is_due(self.plan.settings.eval_every) or rings[0]:
-                for split in self.splits.validations:
+                for split in self.splits.validations():
                     self.evaluate(split)
             is_best = can_save and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
             flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)

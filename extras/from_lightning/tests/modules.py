@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric
@@ -354,3 +355,120 @@ class Predicting(Classifier):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
         return {"logits": self(x).softmax(1) * 100, "certain": torch.ones(len(x))}
+
+
+class TwoSets(Data):
+    """Two validation loaders, in a list or in a dictionary."""
+
+    def val_dataloader(self) -> Any:
+        loaders = [DataLoader(TensorDataset(*(part[rows] for part in self.held_out[:])), batch_size=self.hparams["batch_size"])
+                   for rows in (slice(0, 20), slice(5, 24))]  # fmt: skip
+        return loaders if self.hparams["kind"] == "points" else dict(zip("ab", loaders))
+
+
+class OnTwoSets(L.LightningModule):
+    """A validation step with the number of its loader; metrics for each, and a mean over both at the end."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.net, self.shared = net(), shared
+        self.accuracies = nn.ModuleList(MulticlassAccuracy(3, average="micro") for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def on_validation_epoch_start(self) -> None:
+        self.order: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        x, y = batch
+        logits = self.net(x)
+        accuracy: Any = self.accuracies[0 if self.shared else dataloader_idx]
+        accuracy(logits, y)
+        self.order.append(dataloader_idx)
+        self.log("val/loss", F.cross_entropy(logits, y))
+        self.log("val/acc", accuracy, on_epoch=True)
+        self.log("val/number", float(dataloader_idx))
+        self.log(f"val_{dataloader_idx}_spread", logits.std(-1).mean(), add_dataloader_idx=False)
+        return F.cross_entropy(logits, y)
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.order == sorted(self.order), self.order
+        self.log("val/acc_mean", sum(one.compute() for one in self.accuracies) / 2)  # type: ignore[operator, misc]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau(optimizer), "monitor": "val/loss/dataloader_idx_1"},
+        }
+
+
+class Pictures(VAE):
+    """It logs pictures, a sound, a table and texts, as for TensorBoard and Weights & Biases."""
+
+    def __init__(self, odd: bool = False) -> None:
+        super().__init__()
+        self.odd = odd
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        x, y = batch
+        board: Any = self.logger.experiment  # type: ignore[union-attr]
+        if batch_idx == 0:
+            board.add_image("val/input", x[:6].sigmoid(), self.global_step, dataformats="HW")
+            board.add_audio("val/sound", x[:1].tanh(), sample_rate=8000)
+            board.add_text("val/story", f"{len(y)} points", global_step=self.current_epoch)
+            for logger in self.loggers:
+                logger.log_image("val/pairs", [x.sigmoid(), Image.new("RGB", (4, 4))], caption=["points", "black"])  # type: ignore[attr-defined]
+        if self.odd:
+            board.log({"val/loss": 1.0})
+        return super().validation_step(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure()
+        figure.subplots().plot([1, 2])
+        self.logger.experiment.add_figure("val/curve", figure, self.global_step)  # type: ignore[union-attr]
+        self.logger.log_table(key="val/table", columns=["a", "b"], data=[[1, "x"]])  # type: ignore[union-attr]
+
+
+class Named(Data):
+    """Batches that are dictionaries."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.fit, self.held_out = ([{"x": x, "label": y} for x, y in part] for part in (self.fit, self.held_out))  # type: ignore[assignment]
+
+
+class TakesAll(L.LightningModule):
+    """Its forward takes a batch whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, batch: Any) -> Tensor:
+        found: Tensor = self.net(batch["x"])
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch), batch["label"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithOwnLoaders(OnTwoSets):
+    """A module that has its data itself."""
+
+    def setup(self, stage: str) -> None:
+        self.data = TwoSets()
+        self.data.setup(stage)
+
+    def train_dataloader(self) -> Any:
+        return self.data.train_dataloader()
+
+    def val_dataloader(self) -> Any:
+        return self.data.val_dataloader()

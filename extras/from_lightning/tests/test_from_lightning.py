@@ -56,7 +56,7 @@ class InOurOrder(L.LightningDataModule):
         order = Order(num_samples=len(self.data.fit), global_batch_size=SIZE, seed=SEED, drop_last=False)
         seen = 0
         batches = []
-        for _ in range(STEPS):
+        for _ in range(2 * STEPS):
             batches.append(order.batch(seen)[1].tolist())
             seen += len(batches[-1])
 
@@ -98,12 +98,14 @@ def draw_alike() -> None:
     torch.randn_like = lambda tensor: drawn(*tensor.shape)  # type: ignore[assignment]
 
 
-def under_lightning(module: Callable[[], L.LightningModule], data: Any) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
+def under_lightning(
+    module: Callable[[], L.LightningModule], data: Any, *, max_epochs: int = 2
+) -> tuple[Any, list[dict[str, float]], dict[str, float]]:
     """Return the module that Lightning has trained in one process, what each step has logged, and the last evaluation."""
     torch.manual_seed(SEED)
     made, note = module().double(), Note()
     trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[note],
+        max_epochs=max_epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[note],
         enable_model_summary=False, num_sanity_val_steps=0, precision="64-true",
     )  # fmt: skip
     trainer.fit(made, InOurOrder(data))
@@ -225,7 +227,11 @@ class Loaders(modules.Data):
         self.kind = kind
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.fit, batch_size=SIZE // 2 if self.kind == "size" else SIZE, drop_last=self.kind == "drops")
+        loader = DataLoader(self.fit, batch_size=SIZE // 2 if self.kind == "size" else SIZE, drop_last=self.kind == "drops")
+        return [loader] * 2 if self.kind == "several" else loader
+
+    def test_dataloader(self) -> Any:
+        return [self.val_dataloader()] * (2 if self.kind == "several" else 1)
 
     def val_dataloader(self) -> Any:
         chosen = torch.utils.data.SubsetRandomSampler(range(3)) if self.kind == "sampler" else None
@@ -243,6 +249,12 @@ class Moves(modules.Data):
         (lambda: Loaders("size"), "train", "its batches have 8 samples, and those of the run 16 (global_batch_size=8)"),
         (lambda: Loaders("drops"), "train", "drops its last batch, but the run does not (drop_last=true)"),
         (lambda: Loaders("sampler"), "val", "has a SubsetRandomSampler, but the run orders its samples"),
+        (
+            lambda: Loaders("several"),
+            "train",
+            "train_dataloader returns 2 loaders (one; only val_dataloader may return several)",
+        ),
+        (lambda: Loaders("several"), "test", "test_dataloader returns 2 loaders"),
         (Moves, "train", "overrides on_after_batch_transfer, which is not called"),
     ],
 )
@@ -261,3 +273,68 @@ class TwoSchedules(modules.Teacher):
 def test_two_schedulers_of_one_optimizer_are_refused() -> None:
     with pytest.raises(ValueError, match="returns two schedulers for one optimizer"):
         configured_by(TwoSchedules)
+
+
+SETS = [f"dataset.module._target_={HERE}.TwoSets", f"task.module._target_={HERE}.OnTwoSets", "checkpoint.monitor=val.1/loss"]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_several_validation_loaders_measure_what_they_do_under_lightning(tmp_path: Path) -> None:
+    ended = once(*RUN, *SETS, "trainer.max_epochs=4")
+    made, _, evaluated = under_lightning(modules.OnTwoSets, modules.TwoSets("points", SIZE), max_epochs=4)
+    last = {row["split"]: row for row in exact_rows(ended) if row["step"] == 2 * STEPS}
+    for name, value in evaluated.items():
+        column, _, number = name.removeprefix("val/").partition("/dataloader_idx_")
+        split = "val.1" if number == "1" or name in ("val_1_spread", "val/acc_mean") else "val"
+        assert last[split][column] == pytest.approx(value, rel=1e-6), (name, last)  # Lightning logs in float32
+    assert len(evaluated) == 9 and "acc_mean" not in last["val"]
+    for parameter, value in made.state_dict().items():
+        assert torch.allclose(ended.weights[parameter], value, rtol=1e-10, atol=1e-10), parameter
+    rates = [row["lr"] for row in exact_rows(ended) if row["split"] == "train"]
+    assert rates[0] > rates[-1], "the scheduler follows the second loader"
+    both = [f"{part}.module._target_={HERE}.WithOwnLoaders" for part in ("task", "dataset")]
+    own = once(*RUN, *SETS, *both, "trainer.max_epochs=4")
+    assert_same_bits(own, ended)
+    again = command("mode=eval", f"run.dir={ended.directory}", "eval.split=val.1", root=tmp_path)
+    assert again.code == 0 and f"{last['val.1']['loss']:.6g}" in again.output, again.output
+    two = [*RUN, *SETS, "trainer.max_epochs=4", "micro_batch_size=3", "checkpoint.every=3", "dataset.module.kind=dictionary"]
+    more = ["parallel=ddp", "launch.nproc_per_node=2", "launch.max_restarts=0"]
+    assert command(*two, *more, root=tmp_path, before=after_step(8, crash)).code != 0
+    assert_close(finished(*two, *more, root=tmp_path), ended)
+    assert "finished already" in command(*two, *more, root=tmp_path).output
+
+
+def test_what_several_validation_sets_cannot_have_is_refused(tmp_path: Path) -> None:
+    shared = command(*RUN, *SETS, "+task.module.shared=true", "rehearse=true", root=tmp_path)
+    assert shared.code == 78 and "two validation sets log 'acc' with one metric" in shared.output, shared.output
+    monitor = command(*RUN, *SETS, "checkpoint.monitor=val.2/loss", root=tmp_path)
+    assert monitor.code == 78 and "'val.2/loss' is not valid" in monitor.output and "val.1/loss" in monitor.output
+
+
+def test_what_a_module_gives_its_logger_is_media_of_the_run_or_refused_with_the_way(tmp_path: Path) -> None:
+    two = ["micro_batch_size=8", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
+    pictures = finished(*RUN, f"task.module._target_={HERE}.Pictures", *two, root=tmp_path)
+    found = {str(path.relative_to(pictures.directory / "media")) for path in pictures.directory.glob("media/**/*.*")}
+    ends = {"input": "png", "sound": "wav", "story": "txt", "pairs/0": "png", "pairs/1": "png", "pairs/caption": "txt",
+            "curve": "png", "table": "csv"}  # fmt: skip
+    assert found == {f"val/{name}/step_{step:08}.{end}" for name, end in ends.items() for step in (5, 10)}
+    assert (pictures.directory / "media/val/story/step_00000010.txt").read_text() == "8 points"
+    assert (pictures.directory / "media/val/table/step_00000010.csv").read_text() == "a,b\n1,x\n"
+    again = command("mode=eval", f"run.dir={pictures.directory}", root=tmp_path)
+    assert again.code == 0, again.output
+    odd = command(*RUN, f"task.module._target_={HERE}.Pictures", "+task.module.odd=true", "rehearse=true", root=tmp_path)
+    assert odd.code == 78 and "self.logger.log: is not available (numbers: self.log" in odd.output, odd.output
+
+
+def test_a_module_that_takes_its_batch_whole_is_trained_predicted_and_exported(tmp_path: Path) -> None:
+    whole = [f"dataset.module._target_={HERE}.Named", f"task.module._target_={HERE}.TakesAll", "rehearse=true"]
+    trained = finished(*RUN, *whole, root=tmp_path)
+    for mode in (["mode=export", "export.formats=[pt2]"], ["mode=predict", "predict.split=val"]):
+        ended = command(*mode, f"run.dir={trained.directory}", root=tmp_path)
+        assert ended.code == 0, ended.output
+    predicted = load_file(trained.directory / "predictions" / "val.safetensors")["output"]
+    data = modules.Named("points", SIZE)
+    data.setup("fit")
+    batch = next(iter(DataLoader(data.held_out, batch_size=24)))
+    again = torch.export.load(trained.directory / "export" / "model.pt2").module()(batch)
+    torch.testing.assert_close(again, predicted, rtol=1e-6, atol=1e-6, check_dtype=False)
