@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,33 +26,32 @@ def keys(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> np.ndarray
 
 def seed_generators(seed: int, *, devices: "Iterable[torch.device]" = ()) -> None:
     """Seed the generators that functions use: those of Python, numpy and torch, on the CPU and on these devices."""
-    import torch
-
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(seed)
+    for generator in _of_torch(devices):
+        generator.manual_seed(seed)
 
 
 def generator_states(*, devices: "Iterable[torch.device]" = ()) -> list[Any]:
     """Return the states of the generators of Python, numpy and torch, on the CPU and on these devices."""
-    import torch
-
-    on_gpus = [torch.cuda.default_generators[device.index].get_state() for device in devices if device.type == "cuda"]
-    return [random.getstate(), np.random.get_state(), torch.default_generator.get_state(), *on_gpus]
+    return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in _of_torch(devices))]
 
 
 def set_generator_states(states: list[Any], *, devices: "Iterable[torch.device]" = ()) -> None:
     """Restore the generators' states from the result of `generator_states`."""
-    import torch
-
     random.setstate(states[0])
     np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
-    for state, device in zip(states[3:], (device for device in devices if device.type == "cuda")):
-        torch.cuda.default_generators[device.index].set_state(state)
+    for generator, state in zip(_of_torch(devices), states[2:]):
+        generator.set_state(state)
+
+
+def _of_torch(devices: "Iterable[torch.device]") -> "list[torch.Generator]":
+    """Return torch's generators. A process that has not imported torch has none, and must not import it for them."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    on_gpus = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
+    return [torch.default_generator, *on_gpus]
 
 
 @contextmanager

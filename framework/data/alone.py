@@ -1,7 +1,9 @@
 """The world as a dataset sees it: one process. The run divides the samples; a dataset that did so too would do it twice."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from framework.runtime.environment import outside_of_groups
@@ -10,14 +12,13 @@ from framework.runtime.environment import outside_of_groups
 @contextmanager
 def alone() -> Iterator[None]:
     """Let code that asks torch.distributed, or the environment, for the number of processes find one."""
-    import torch.distributed as dist
-
     answers: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
     answers["get_world_size"] = lambda group=None: 1
-    asked = {name: getattr(dist, name) for name in answers}
+    functions = vars(sys.modules.get("torch.distributed", SimpleNamespace()))  # without torch, this process is in no group
+    asked = {name: functions.get(name) for name in answers}
     with outside_of_groups():
-        vars(dist).update(answers)  # what torch itself asks is in another module
+        functions.update(answers)  # what torch itself asks is in another module
         try:
             yield
         finally:
-            vars(dist).update(asked)
+            functions.update(asked)

@@ -229,9 +229,12 @@ def _problems_of_several(draft: Draft, groups: Iterable[str], *, known: list[str
 def place_problems(run: RunSection, *, is_draft: bool = False) -> list[Problem]:
     """Return why a run cannot start or continue in its directory. A draft replaces another run there."""
     directory = RunDirectory(Path(run.dir))
-    if problems := writing_problems(run) or _check_contents(directory):
+    if problems := writing_problems(run) or _odd_files(directory):
         return problems
     there = frozen_run_id(directory.path)
+    if there is None and (strangers := directory.strangers()):
+        what = f"{directory.path} is not a run's directory: it holds {shown(strangers[0])}"
+        return [Problem("run.dir", what, "a new directory, which the run makes")]
     if there not in (None, run.id) and not is_draft:
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
         problems = [Problem("run.dir", what, "another directory, or the command of the other run")]
@@ -276,14 +279,9 @@ def writing_problems(run: RunSection) -> list[Problem]:
     return []
 
 
-def _check_contents(directory: RunDirectory) -> list[Problem]:
-    if odd := directory.odd_files():
-        what = f"{directory.path / odd[0]} is not a plain file"
-        return [Problem("run.dir", what, "a run does not write to links or pipes")]
-    if strangers := directory.strangers():
-        what = f"{directory.path} is not a run's directory: it holds {shown(strangers[0])}"
-        return [Problem("run.dir", what, "a new directory, which the run makes")]
-    return []
+def _odd_files(directory: RunDirectory) -> list[Problem]:
+    what, expected = "{} is not a plain file", "a run does not write to links or pipes"
+    return [Problem("run.dir", what.format(directory.path / name), expected) for name in directory.odd_files()[:1]]
 
 
 def resume_problems(resume: str, directory: RunDirectory) -> list[Problem]:
