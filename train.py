@@ -16,8 +16,9 @@ if __name__ == "__main__":
 try:
     from framework.main import entry, main
 
-    if find_spec("torch") is None:  # torch is imported late, because its import takes seconds
-        raise ModuleNotFoundError("No module named 'torch'")
+    for name in ("hydra", "pydantic", "torch"):  # they are imported late, because not every command needs them
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named '{name}'")
 except ModuleNotFoundError as error:
     sys.exit(f"{error} in {sys.executable} (pip install -r requirements.txt, or activate the environment that has it)")
 

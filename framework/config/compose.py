@@ -52,7 +52,8 @@ def compose_line(overrides: list[str]) -> Composed:
     config, known, problems = _applied(overrides)
     written: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]  # keys are strings
     with suppress(OmegaConfBaseException, RecursionError):  # what does not resolve is found below
-        OmegaConf.update(config, "run.id", OmegaConf.select(config, "run.id"))  # run.dir has it too: it is computed once
+        if (run_id := OmegaConf.select(config, "run.id")) is not None:
+            OmegaConf.update(config, "run.id", run_id)  # run.dir has it too: it is computed once
     plain, unresolved = _resolve(config, written)
     for group in ("sampler", *SEVERAL):
         plain.setdefault(group, {})
