@@ -44,6 +44,7 @@ from framework.runtime.log import LOGGER
 from framework.runtime.objects import StoreFailed, is_url
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
+from framework.runtime.torch_compiler import import_dynamo
 
 
 def check(composed: Composed, *, world_size: int | None) -> Draft:
@@ -60,6 +61,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, outside) for key in composed.given)
     imports &= not is_known
     if imports:
+        import_dynamo()  # most components import torch
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
         found = _check_data(draft, known=composed.known, needs_splits=not reads_folder)
         others = _check_components(draft, known=composed.known)
