@@ -8,7 +8,7 @@ from pathlib import Path
 if (folder := str(Path(__file__).resolve().parent)) not in sys.path:  # with PYTHONSAFEPATH or -P, Python leaves it out
     sys.path.insert(0, folder)
 
-from framework.runtime.hashes import fix_hashes
+from framework.runtime.environment import fix_hashes
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a run watches for signals, Ctrl-C simply ends this process

@@ -1,13 +1,35 @@
 """The loading of a split, so that its samples do not depend on the process that loads it. This imports no torch."""
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from framework.data.alone import alone
 from framework.data.source import Dataset, Source, Split
 from framework.randomness import key, seeded
+from framework.runtime.environment import outside_of_groups
 
 if TYPE_CHECKING:
     from framework.distributed.world import World
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let code that asks torch.distributed, or the environment, for the number of processes find one.
+
+    The run divides the samples; a dataset that did so too would do it twice.
+    """
+    answers: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
+    answers["get_world_size"] = lambda group=None: 1
+    functions = vars(sys.modules.get("torch.distributed", SimpleNamespace()))  # without torch, this process is in no group
+    asked = {name: functions.get(name) for name in answers}
+    with outside_of_groups():
+        functions.update(answers)  # what torch itself asks is in another module
+        try:
+            yield
+        finally:
+            functions.update(asked)
 
 
 def load_split(dataset: Dataset, split: Split, *, seed: int) -> Source:

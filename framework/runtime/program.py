@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from framework.runtime.environment import left_over, variables
-from framework.runtime.hashes import words_before_arguments
+from framework.runtime.environment import left_over, variables, words_before_arguments
 from framework.runtime.problem import Problem
 
 
