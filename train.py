@@ -8,7 +8,7 @@ from pathlib import Path
 if (folder := str(Path(__file__).resolve().parent)) not in sys.path:  # with PYTHONSAFEPATH or -P, Python leaves it out
     sys.path.insert(0, folder)
 
-from framework.runtime.program import fix_hashes
+from framework.runtime.environment import fix_hashes
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a run watches for signals, Ctrl-C simply ends this process
@@ -16,8 +16,9 @@ if __name__ == "__main__":
 try:
     from framework.main import entry, main
 
-    if find_spec("torch") is None:  # torch is imported late, because its import takes seconds
-        raise ModuleNotFoundError("No module named 'torch'")
+    for name in ("hydra", "pydantic", "torch"):  # they are imported late, because not every command needs them
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named '{name}'")
 except ModuleNotFoundError as error:
     sys.exit(f"{error} in {sys.executable} (pip install -r requirements.txt, or activate the environment that has it)")
 

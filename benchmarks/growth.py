@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,11 +27,11 @@ import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import order, records
-from framework.checkpoint.chunks import chunks_of, deal
-from framework.checkpoint.format import Chunk
+from framework.checkpoint.chunks import WritePlan
 from framework.cli.run import checked_line, start
 from framework.data.order import parts
 from framework.modules.summary import summary
@@ -78,21 +79,31 @@ def of_processes(count: int) -> Figures:
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
+def plan_of_save(tensors: Mapping[str, torch.Tensor], count: int) -> None:
+    """Plan a save on rank 0 of many ranks; the other ranks have the same, or the other parts of the same. Nothing is sent."""
+    agreement = SimpleNamespace(
+        distinct=lambda value: {0: value},
+        sum=lambda counts: counts * count,
+        scatter_plan=lambda holding, deal: deal([holding] * count)[0],
+    )
+    WritePlan(SimpleNamespace(agreement=agreement)).mine(tensors)  # type: ignore[arg-type]  # all that it uses of a world
+
+
 def of_ranks(count: int) -> Figures:
     """Measure the work that each of many ranks does alone: meshes, its part of a batch, the plan of a save, the preflight."""
     nodes = [f"launch.nnodes={count // 8}", "launch.nproc_per_node=8"]
-    names = [f"layers.{index}.weight" for index in range(300)]
-    whole = [{Chunk(name, (0, 0), (1024, 1024)): 1 << 22 for name in names}] * count
-    cut = [{Chunk(name, (rank, 0), (1, 1024)): 1 << 12 for name in names} for rank in range(count)]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    mesh, part = init_device_mesh("cpu", (count,)), torch.empty(1, 1024, device="meta")
+    cut = {f"layers.{index}.weight": DTensor.from_local(part, mesh, [Shard(0)]) for index in range(300)}
+    whole = {name: torch.empty(1024, 1024, device="meta") for name in cut}
     found = {
         "mesh of one axis, ms": seconds(lambda: init_device_mesh("cpu", (count,), mesh_dim_names=("replicate",))),
         "mesh of two axes, ms": seconds(
             lambda: init_device_mesh("cpu", (count // 8, 8), mesh_dim_names=("replicate", "shard"))
         ),
         "its part of a batch, ms": seconds(lambda: parts(16 * count, micro_batch_size=4, dp_rank=count - 1, dp_size=count)),
-        "plan of a save, 300 tensors that all have, ms": seconds(lambda: deal(whole)),
-        "plan of a save, 300 tensors that are cut, ms": seconds(lambda: deal(cut)),
+        "plan of a save, 300 tensors that all have, ms": seconds(lambda: plan_of_save(whole, count)),
+        "plan of a save, 300 tensors that are cut, ms": seconds(lambda: plan_of_save(cut, count)),
         "check of the command line, ms": seconds(lambda: checked_line(["parallel=ddp", *nodes, f"global_batch_size={count}"])),
     }
     dist.destroy_process_group()
@@ -111,7 +122,7 @@ def of_parameters(dim: int, num_layers: int) -> tuple[int, Figures]:
     held = dict(model.named_parameters())
     found = {
         "parameter groups, ms": seconds(lambda: param_groups(trainable(model, hidden=hidden_matrices(model)), [])),
-        "plan of a save on 8 ranks, ms": seconds(lambda: deal([{c: t.numel() for c, t in chunks_of(held).items()}] * 8)),
+        "plan of a save on 8 ranks, ms": seconds(lambda: plan_of_save(held, 8)),
         "summary, ms": seconds(lambda: summary(model, example=None)),
     }
     return sum(parameter.numel() for parameter in held.values()), {name: 1e3 * figure for name, figure in found.items()}

@@ -2,6 +2,7 @@
 
     python benchmarks/start.py           one command
     python benchmarks/start.py sweep [jobs]     the cost of each job in a sweep of a hundred: the first ten and the last ten
+    python benchmarks/start.py again [jobs]     commands that train nothing: help, a finished run, a finished sweep of a hundred jobs
 
 The benchmark measures from the command to the end of the first step, and from the end of the last step to the prompt. Both
 sides are measured in this run, in turn, several times. The medians are compared.
@@ -57,8 +58,9 @@ def mark_after(owner, attribute, name):
     setattr(owner, attribute, call)
 mark_after(run, "compose_line", "compose")
 def import_torch(composed, world_size):
-    import torch
-    marks.append(("import torch", time.time()))
+    from framework.runtime.torch_compiler import import_dynamo
+    import_dynamo()
+    marks.append(("import torch, with its compiler", time.time()))
     return check(composed, world_size=world_size)
 def check_components(composed, world_size):
     try:
@@ -77,7 +79,9 @@ def import_rest():
     mark_after(Builder, "trainer", "data, model, optimizer")
     original = Trainer.train_step
     def first_step(*args, **kwargs):  # in a forked worker: its marks would be lost
-        original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if "rehearse=false" not in OVERRIDES and "rehearsal" not in dict(marks):
+            return result  # a step of the rehearsal
         with open(FOLDER + "/marks", "a") as file:
             print(*(f"{name}={when}" for name, when in [*marks, ("first step", time.time())]), sep=chr(10), file=file)
         os._exit(0) if os.environ.get("WORLD_SIZE", "1") == "1" else os.kill(PARENT, 9)
@@ -217,9 +221,36 @@ def report_sweep(num_jobs: int = 100) -> None:
         print(f"  {name:55} {middle:6.2f} [{low:.2f}..{high:.2f}]")
 
 
+def report_again(num_jobs: int = 100) -> None:
+    """Print the seconds, and those of the processor, of commands that train nothing, because there is nothing left to train."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = ["trainer.max_epochs=null", "trainer.max_steps=5", "trainer.eval_every=null", "model=mlp", f"run.root={folder}"]
+        train = str(ROOT / "train.py")
+        commands = {
+            "import framework": ["-c", "import framework"],
+            "--help": [train, "--help"],
+            "a finished run": [train, *run],
+            f"a finished sweep of {num_jobs} jobs": [train, "-m", f"seed=range({num_jobs})", *run],
+        }
+        for name, line in commands.items():
+            took = [seconds_of(line) for _ in range(1 + NUM_ROUNDS)][1:]  # the first trains
+            wall_s, busy_s = (statistics.median(side) for side in zip(*took))
+            print(f"  {name:55} {wall_s:6.2f} {busy_s:6.2f}", flush=True)
+
+
+def seconds_of(line: list[str]) -> tuple[float, float]:
+    """Return the seconds that a program of Python takes, and the seconds of the processor."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+    subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, check=True)
+    took, after = time.time() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["sweep"]:
         report_sweep(*map(int, sys.argv[2:]))
+    elif sys.argv[1:2] == ["again"]:
+        report_again(*map(int, sys.argv[2:]))
     else:
         report_start()
         report_end()

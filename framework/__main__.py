@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from framework.runtime.program import fix_hashes
+from framework.runtime.environment import fix_hashes
 
 
 def steadfast() -> NoReturn:

@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from framework import __version__
-from framework.cli.run import checked_line, start
 from framework.config.arguments import COMMANDS, split_flags
 from framework.config.code import loading
-from framework.config.compose import as_yaml
 from framework.config.folders import EXTRAS, ROOT, config_name, folders
 from framework.config.help import help_text, version_text
-from framework.config.hydra_compose import is_multirun, print_by_hydra
 from framework.config.modes import MODES
-from framework.config.overrides import parse
 from framework.config.targets import locate
-from framework.launch.claim import print_problems
+from framework.launch.decision import print_problems
 from framework.launch.other import other_launcher
 from framework.runtime.environment import Environment, SrunTask, variables
 from framework.runtime.exits import Exit
@@ -54,6 +50,15 @@ def main(arguments: list[str]) -> int:
     if not problems and flags.keys() & {"--help", "--version"}:
         print(help_text(overrides) if "--help" in flags else version_text(__version__))
         return Exit.FINISHED
+    return _compose_and_run(flags, overrides, problems, is_launched=is_launched)
+
+
+def _compose_and_run(flags: dict[str, str], overrides: list[str], problems: list[Problem], *, is_launched: bool) -> int:
+    from framework.cli.run import checked_line, start  # imported late, with Hydra and pydantic: --help needs neither
+    from framework.config.compose import as_yaml
+    from framework.config.hydra_compose import is_multirun, print_by_hydra
+    from framework.config.overrides import parse
+
     if any(override.key_or_group == "hydra.verbose" and override.value() for override in map(parse, overrides) if override):
         variables()["STEADFAST_VERBOSE"] = "1"
     if flags.pop("--json", None) is not None:

@@ -2,8 +2,10 @@
 
 import hashlib
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,46 +27,40 @@ def keys(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> np.ndarray
 
 def seed_generators(seed: int, *, devices: "Iterable[torch.device]" = ()) -> None:
     """Seed the generators that functions use: those of Python, numpy and torch, on the CPU and on these devices."""
-    import torch
-
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        if device.type in _WITH_GENERATOR:
-            _seed_device(device, seed)
-
-
-_WITH_GENERATOR = ("cuda", "mps")  # kinds of devices
-
-
-def _seed_device(device: "torch.device", seed: int) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
-    else:
-        torch.mps.manual_seed(seed)
+    for generator in _of_torch(devices):
+        generator.manual_seed(seed)
 
 
 def generator_states(*, devices: "Iterable[torch.device]" = ()) -> list[Any]:
     """Return the states of the generators of Python, numpy and torch, on the CPU and on these devices."""
-    import torch
-
-    on_gpus = [torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.mps.get_rng_state()
-               for device in devices if device.type in _WITH_GENERATOR]  # fmt: skip
-    return [random.getstate(), np.random.get_state(), torch.default_generator.get_state(), *on_gpus]
+    return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in _of_torch(devices))]
 
 
 def set_generator_states(states: list[Any], *, devices: "Iterable[torch.device]" = ()) -> None:
     """Restore the generators' states from the result of `generator_states`."""
-    import torch
-
     random.setstate(states[0])
     np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
-    for state, device in zip(states[3:], (device for device in devices if device.type in _WITH_GENERATOR)):
-        torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.mps.set_rng_state(state)
+    for generator, state in zip(_of_torch(devices), states[2:]):
+        generator.set_state(state)
+
+
+def _of_torch(devices: "Iterable[torch.device]") -> "list[torch.Generator]":
+    """Return torch's generators. A process that has not imported torch has none, and must not import it for them."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    on_gpus = [torch.cuda.default_generators[device.index] if device.type == "cuda" else _generator_of_mps()
+               for device in devices if device.type in ("cuda", "mps")]  # fmt: skip
+    return [torch.default_generator, *on_gpus]
+
+
+def _generator_of_mps() -> Any:
+    import torch
+
+    names = {"manual_seed": "manual_seed", "get_state": "get_rng_state", "set_state": "set_rng_state"}
+    return SimpleNamespace(**{name: getattr(torch.mps, theirs) for name, theirs in names.items()})
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from framework.build.example import example_inputs
 from framework.build.measure import stopwatch
 from framework.build.model_changes import change_model
 from framework.build.schedules import peak_lr, schedules
+from framework.build.sources import Sources
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
 from framework.checkpoint.store import CheckpointStore
@@ -22,7 +23,8 @@ from framework.checkpoint.weights import warm_start
 from framework.config.init_from import entries_of
 from framework.config.schema import RunConfig
 from framework.config.targets import component, locate
-from framework.data.loader import Loader, Splits, load_in_turns, load_split
+from framework.data.load import load_in_turns, load_split
+from framework.data.loader import Loader, Splits
 from framework.data.order import Order
 from framework.data.source import Dataset, Selected, Source, Split
 from framework.distributed.world import World
@@ -39,7 +41,6 @@ from framework.optim.turns import turns_of
 from framework.optim.update import Average, AveragedWeights, Update
 from framework.parallel.first_weights import put_aside
 from framework.parallel.sync_batchnorm import synchronise
-from framework.randomness import key, seeded
 from framework.runs.directory import RunDirectory
 from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
@@ -74,30 +75,23 @@ class Builder:
         return RunDirectory(Path(self.config.run.dir))
 
     @cached_property
+    def _sources(self) -> Sources:
+        load = partial(load_in_turns, seed=self.config.seed, world=self.world)
+        return Sources(self.config.dataset, seed=self.config.seed, load=load)
+
+    @property
     def dataset(self) -> Dataset:
-        with seeded(key(self.config.seed, "split")):
-            return components.dataset(self.config.dataset)
+        return self._sources.dataset
 
     def source(self, split: Split) -> Source:
-        """Load a split. With folds, `val` is one fold of the training samples, and `train` has the others. Collective."""
-        if split in self.loaded:
-            return self.loaded[split]
-        if split.startswith("val.") and not hasattr(self.dataset, "validations"):
-            dataset = components.dataset(splits_of.validation(self.config.dataset, split))
-            return load_in_turns(dataset, "val", seed=self.config.seed, world=self.world)
-        if (fold := components.fold_of(self.config.dataset)) is None or split not in ("train", "val"):
-            return load_in_turns(self.dataset, split, seed=self.config.seed, world=self.world)
-        return splits_of.in_fold(self._all_folds, split, number=fold[0], count=fold[1])
+        """Load a split, if it is not loaded already. Collective."""
+        return self.loaded[split] if split in self.loaded else self._sources.source(split)
 
     def _train_samples(self) -> Source:
         """Load the training samples, with those of all folds. Not collective."""
         source = self.loaded.get("train") or load_split(self.dataset, "train", seed=self.config.seed)
         self.loaded |= {"train": source} if components.fold_of(self.config.dataset) is None else {}
         return source
-
-    @cached_property
-    def _all_folds(self) -> Source:
-        return load_in_turns(self.dataset, "train", seed=self.config.seed, world=self.world)
 
     @cached_property
     def task(self) -> Task:

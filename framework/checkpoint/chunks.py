@@ -3,7 +3,9 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from framework.checkpoint.format import Chunk
@@ -24,6 +26,13 @@ def chunks_of(tensors: Mapping[str, Tensor]) -> dict[Chunk, Tensor]:
     return {chunk: part for chunk, part in parts.items() if part.numel() or not tensors[chunk.name].numel()}
 
 
+class Holding(NamedTuple):
+    """What one rank holds, in bytes: all that no other rank has, and each chunk that other ranks have too."""
+
+    own: int
+    shared: dict[Chunk, int]
+
+
 @dataclass
 class WritePlan:
     """A plan that distributes chunks: one rank writes each chunk, and shared chunks are distributed as evenly as possible."""
@@ -35,27 +44,35 @@ class WritePlan:
     def mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors with a part that this rank writes. Collective.
 
-        The ranks exchange what they hold only if this has changed since the last call.
+        The ranks exchange what they share only if what they hold has changed since the last call.
         """
         held = chunks_of(tensors)
         if any(self.world.agreement.distinct(held.keys() != self._held).values()):
             self._held = set(held)
-            table = {chunk: part.numel() * part.element_size() for chunk, part in held.items()}
-            self._mine = {chunk.name for chunk in self.world.agreement.scatter_plan(table, deal)}
+            sizes = {chunk: part.numel() * part.element_size() for chunk, part in held.items()}
+            own = self._own(tensors, held)
+            shared = {chunk: size for chunk, size in sizes.items() if chunk.name not in own}
+            holding = Holding(sum(sizes.values()) - sum(shared.values()), shared)
+            self._mine = own | {chunk.name for chunk in self.world.agreement.scatter_plan(holding, deal)}
         return {name: tensor for name, tensor in tensors.items() if name in self._mine}
 
+    def _own(self, tensors: Mapping[str, Tensor], held: Mapping[Chunk, Tensor]) -> set[str]:
+        """Return the tensors of which no other rank has this rank's part: all parts are as large as the tensor. Collective."""
+        names = sorted(set().union(*self.world.agreement.distinct(sorted(tensors)).values()))
+        counts = dict.fromkeys(names, 0) | {chunk.name: part.numel() for chunk, part in held.items()}
+        totals = dict(zip(names, self.world.agreement.sum(torch.tensor(list(counts.values()))).tolist()))
+        return {name for name, tensor in tensors.items() if totals[name] == tensor.numel() > 0}
 
-def deal(tables: list[dict[Chunk, int]]) -> list[set[Chunk]]:
-    """Return the chunks that each rank writes. `tables` has the bytes of each rank's chunks."""
+
+def deal(holdings: list[Holding]) -> list[set[Chunk]]:
+    """Return the shared chunks that each rank writes."""
     holders: dict[Chunk, list[int]] = defaultdict(list)
-    for rank, table in enumerate(tables):
-        for chunk in table:
+    for rank, holding in enumerate(holdings):
+        for chunk in holding.shared:
             holders[chunk].append(rank)
-    loads, dealt = [0] * len(tables), [set[Chunk]() for _ in tables]
-    # first what only one rank has, then what several ranks have, the largest first
-    order = sorted(holders, key=lambda chunk: (len(holders[chunk]) > 1, -tables[holders[chunk][0]][chunk], chunk))
-    for chunk in order:
+    loads, dealt = [holding.own for holding in holdings], [set[Chunk]() for _ in holdings]
+    for chunk in sorted(holders, key=lambda chunk: (-holdings[holders[chunk][0]].shared[chunk], chunk)):  # the largest first
         writer = min(holders[chunk], key=lambda rank: (loads[rank], rank))
-        loads[writer] += tables[writer][chunk]
+        loads[writer] += holdings[writer].shared[chunk]
         dealt[writer].add(chunk)
     return dealt

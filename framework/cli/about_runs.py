@@ -15,7 +15,7 @@ from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
 from framework.config.validation import validate
-from framework.launch.claim import print_problems
+from framework.launch.decision import print_problems
 from framework.runs import compare
 from framework.runs.directory import RunDirectory
 from framework.runs.facts import result

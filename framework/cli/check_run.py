@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from framework.config.draft import Draft
 from framework.config.modes import MODES, Command
-from framework.launch.claim import print_problems
+from framework.launch.decision import print_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.facts import is_brief
 from framework.runs.metrics_file import in_units

@@ -8,7 +8,7 @@ from framework.config.compose import Composed
 from framework.config.modes import Command, Mode
 from framework.config.targets import locate
 from framework.config.validation import validate
-from framework.launch.claim import print_problems
+from framework.launch.decision import print_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.report import RunReader, count_states, find_runs, printable
 from framework.runs.status import print_table

@@ -6,7 +6,7 @@ from pathlib import Path
 from framework.config.arguments import split_flags
 from framework.config.compose import compose_line
 from framework.config.validation import validate
-from framework.launch.claim import print_problems
+from framework.launch.decision import print_problems
 from framework.runs.provenance import Provenance
 from framework.runtime.problem import Problem
 from framework.runtime.program import program

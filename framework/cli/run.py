@@ -13,7 +13,8 @@ from framework.config.draft import Draft
 from framework.config.modes import MODES, Command, folder_of
 from framework.config.schema import RunConfig
 from framework.config.targets import locate
-from framework.launch.claim import ClaimedRun, claim, is_finished, is_over, print_problems
+from framework.launch.claim import ClaimedRun, claim, is_finished, is_over
+from framework.launch.decision import print_problems
 from framework.launch.mirrored import put_missing
 from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
@@ -148,7 +149,7 @@ def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) ->
         if is_over(config.run) and not is_job:
             from framework.modes.data_record import require_recorded
 
-            require_recorded(builder_of(draft))
+            draft.call(require_recorded)
         if is_finished(config.run, targets=config.targets()):
             return put_missing(config.run, name=config.name)
         if problems := draft.change("run", with_fetched_resume):

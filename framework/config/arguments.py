@@ -3,9 +3,8 @@
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
 
-from framework.config.schema import STATIC_KEYS, RunConfig
+from framework.config.modes import MODES
 from framework.config.spelling import did_you_mean, done_here, nearest
 from framework.runtime.problem import Problem
 from framework.runtime.program import shell_word
@@ -38,7 +37,6 @@ COMMANDS = {  # actions that compose no run, imported when they are used: a run 
     "diff": "framework.cli.about_runs.diff",
     "why": "framework.cli.about_runs.trace",
 }
-_PEAK = ["optimizer.lr", "optimizer.weight_decay"]  # keys that every optimizer has; suggestions use them and STATIC_KEYS
 
 
 def split_flags(arguments: Sequence[str], *, is_launched: bool = False) -> tuple[dict[str, str], list[str], list[Problem]]:
@@ -93,10 +91,17 @@ def _unknown_flag(flag: str, value: str) -> Problem:
     word = flag.lstrip("-").replace("-", "_")
     if instead := done_here(word):
         return Problem(flag, "unknown flag", instead)
-    key = nearest(word, STATIC_KEYS + _PEAK) if len(word) > 1 else None
+    key = nearest(word, _keys()) if len(word) > 1 else None
     if key is not None:
         return Problem(flag, "unknown flag", f"did you mean {key}={value or 'VALUE'}?")
     return Problem(flag, "unknown flag", "a key is set without dashes: key=value; --help lists keys and flags")
+
+
+def _keys() -> list[str]:
+    """Return the keys that a message may suggest."""
+    from framework.config.schema import STATIC_KEYS  # imported late, with pydantic: only a message needs them
+
+    return [*STATIC_KEYS, "optimizer.lr", "optimizer.weight_decay"]  # every optimizer has these two
 
 
 def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping[str, Sequence[str]]) -> Problem:
@@ -110,7 +115,7 @@ def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping
     if key != key.strip():
         return Problem(key.strip(), "a space before the = sign", f"did you mean {key.strip()}={value.strip()}?")
     if not _KEY.fullmatch(key) or ".." in key or key.endswith("."):
-        return Problem(key, "unknown key", did_you_mean(key, STATIC_KEYS) or "a key is words with dots between them")
+        return Problem(key, "unknown key", did_you_mean(key, _keys()) or "a key is words with dots between them")
     if value.startswith("="):
         return Problem(key, "two = signs", f"did you mean {key}={value.lstrip('=')}?")
     if value.isdecimal():
@@ -121,7 +126,7 @@ def syntax_problem(text: str, *, parses: Callable[[str], bool], options: Mapping
 def _meant_without_equals(text: str, options: Mapping[str, Sequence[str]]) -> str:
     if f"--{text}" in _FLAGS:
         return f"did you mean --{text}?"
-    actions = [*get_args(RunConfig.model_fields["mode"].annotation), *COMMANDS]
+    actions = [*MODES, *COMMANDS]
     if text in actions:
         return f"{text} must be the first word" if text in COMMANDS else f"did you mean mode={text}?"
     groups = [group for group, names in options.items() if text in names]
@@ -130,7 +135,7 @@ def _meant_without_equals(text: str, options: Mapping[str, Sequence[str]]) -> st
     if action := difflib.get_close_matches(text, actions, n=1, cutoff=0.7):
         return f"did you mean {action[0]}?"
     key, _, value = text.replace(":", " ", 1).partition(" ")
-    meant = nearest(key, STATIC_KEYS + _PEAK)
+    meant = nearest(key, _keys())
     return f"did you mean {meant}={value.strip() or 'VALUE'}?" if meant else ""
 
 

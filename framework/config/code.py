@@ -19,9 +19,8 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from framework.config.folders import EXTRAS, ROOT, enter_project
+from framework.config.folders import DOTTED, EXTRAS, ROOT, enter_project
 from framework.config.frozen_file import digest_of
-from framework.config.schema import DOTTED
 
 TOP_LEVEL = "the top level"
 _FRAMEWORK = (Path(__file__).resolve().parents[1], EXTRAS)

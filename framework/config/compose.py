@@ -1,6 +1,7 @@
 """The composition of the configuration: from a command line to plain, resolved data."""
 
 import re
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -11,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.code import find_module
-from framework.config.folders import defaults_in, named_keys, option_node, options, own_groups, value_names
+from framework.config.folders import defaults_in, named_keys, option_node, options, own_groups, subfolders, value_names
 from framework.config.hydra_compose import compose_files, composed_files, composes, own_keys, prepare_hydra, without_own_groups
-from framework.config.hydra_settings import setting_problems
 from framework.config.identity import execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
@@ -39,6 +39,7 @@ def forget_files() -> None:
     """Read the files again for the next composition: a program that lives on may have edited them."""
     composed_files.cache_clear()
     defaults_in.cache_clear()
+    subfolders.cache_clear()
     find_module.cache_clear()
 
 
@@ -49,12 +50,16 @@ def compose_line(overrides: list[str]) -> Composed:
     at the first.
     """
     config, known, problems = _applied(overrides)
-    plain, unresolved = _resolve(config)
+    written: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]  # keys are strings
+    with suppress(OmegaConfBaseException, RecursionError):  # what does not resolve is found below
+        if (run_id := OmegaConf.select(config, "run.id")) is not None:
+            OmegaConf.update(config, "run.id", run_id)  # run.dir has it too: it is computed once
+    plain, unresolved = _resolve(config, written)
     for group in ("sampler", *SEVERAL):
         plain.setdefault(group, {})
-    problems += unresolved + _unbuilt(config)
+    problems += unresolved + _unbuilt(written)
     plain = without_own_groups(plain)
-    problems += _changing(config, plain)
+    problems += _changing(config, written, plain)
     if not unresolved and isinstance(plain.get("run"), dict) and plain["run"].get("id") != identity(plain):
         what = "cannot be set: it is a hash of the keys that decide the result"
         problems.append(Problem("run.id", what, "set name or run.dir"))
@@ -95,16 +100,16 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     """Return the configuration with the overrides applied, the keys of its files, and the problems of failed overrides."""
     choices, values, problems = sort_overrides(overrides)
     try:
-        config = compose_files(choices)
-        if options("resources") and "resources" in chosen_by_default() and config.launch.kind != "slurm":
-            config = compose_files([*choices, "~resources"])
+        files = compose_files(choices)
+        if options("resources") and "resources" in chosen_by_default() and files.config.launch.kind != "slurm":
+            files = compose_files([*choices, "~resources"])
     except Exception as error:  # Hydra, OmegaConf and PyYAML may raise almost any error for a faulty file
         blamed = [choice for choice in choices if composes([other for other in choices if other != choice])]
         return OmegaConf.create(), [], [*problems, Problem(" ".join(blamed or choices) or "conf", one_line(error))]
-    OmegaConf.set_struct(config, False)
-    HydraConfig.instance().set_config(OmegaConf.masked_copy(config, "hydra"))
+    hydra: Any = HydraConfig.instance()
+    hydra.cfg = files.settings  # its method `set_config` copies them, also for each job of a sweep
     prepare_hydra()  # also after Hydra has registered its own resolvers
-    problems += setting_problems(config.pop("hydra"))
+    config, problems = files.config, [*problems, *files.problems]
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))
     for name in (name for name in own_groups() if name in config and name not in RunConfig.model_fields):
@@ -152,10 +157,9 @@ def _name_values(config: DictConfig, known: list[str], *, given: list[str]) -> l
 # --- from OmegaConf to plain data
 
 
-def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """Return `config` as plain data, with null for each value that cannot be resolved."""
+def _resolve(config: DictConfig, written: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return `config` as plain data, with null for each value that cannot be resolved. `written`: with interpolations."""
     problems: list[Problem] = []
-    written: Any = OmegaConf.to_container(config)
     for key in [key for key, value in flat(written).items() if value == "???"]:
         problems.append(Problem(key, "??? is not valid", "a value"))
         OmegaConf.update(config, key, None)
@@ -171,9 +175,8 @@ def _resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
             OmegaConf.update(config, key, None)
 
 
-def _unbuilt(config: DictConfig) -> list[Problem]:
+def _unbuilt(written: dict[str, Any]) -> list[Problem]:
     """Refuse a group of the user with a `_target_` to which no other key refers: nothing would build it."""
-    written: Any = OmegaConf.to_container(config)
     problems = []
     for name in sorted({*own_groups()} - {*RunConfig.model_fields}):
         if "_target_" not in str(written.get(name)):
@@ -185,15 +188,15 @@ def _unbuilt(config: DictConfig) -> list[Problem]:
     return problems
 
 
-def _changing(config: DictConfig, plain: dict[str, Any]) -> list[Problem]:
+def _changing(config: DictConfig, written: dict[str, Any], plain: dict[str, Any]) -> list[Problem]:
     """Return a problem for each key that names the run or its place, and has another value if the command starts later."""
-    resolvers = set(_RESOLVER.findall(str(OmegaConf.to_container(config))))
+    resolvers = set(_RESOLVER.findall(str(written)))
     if all(name in ("run_id", "data", "hydra") or name.startswith("oc.") for name in resolvers):
         return []
     OmegaConf.clear_cache(config)
     OmegaConf.register_new_resolver("now", lambda pattern: (datetime.now() + _LATER).strftime(pattern), replace=True)
     try:
-        later = flat(_resolve(config)[0])
+        later = flat(_resolve(config, written)[0])
     finally:
         setup_globals()  # Hydra's own `now`
     execution = execution_keys(plain)

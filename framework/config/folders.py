@@ -1,6 +1,7 @@
 """The folders with groups and options: the user's, the framework's, the extras'. Also: the folders of the user's modules."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -8,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.config_store import ConfigNode, ConfigStore
-from omegaconf import OmegaConf
 
 from framework.runtime.environment import variables
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than SafeLoader
 
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a component in a module
 ROOT = Path(__file__).resolve().parents[2]  # the folder of the checkout or of the installation
 PACKAGED = Path(__file__).resolve().parents[1] / "conf"  # the folder in an installation
 CONF = (PACKAGED if PACKAGED.is_dir() else ROOT / "conf").resolve()
@@ -42,14 +42,20 @@ def folders() -> list[Path]:
 
 def groups(within: Sequence[Path] | None = None) -> list[str]:
     """Return the names of the groups in some folders; or in all folders and in Hydra's ConfigStore."""
-    names = [path.name for conf in within or folders() for path in conf.iterdir() if path.is_dir()]
+    names = [name for conf in within or folders() for name in subfolders(conf)]
     names += stored_groups() if within is None else []
     return sorted({name for name in names if "." not in name and name[0] != "_" and name not in ("hydra", "launchers")})
 
 
 def named_keys() -> list[str]:
     """Return the keys with values that have a file: the folder `conf/parallel.hook` has the values of `parallel.hook`."""
-    return sorted({path.name for conf in folders() for path in conf.iterdir() if "." in path.name.strip(".") and path.is_dir()})
+    return sorted({name for conf in folders() for name in subfolders(conf) if "." in name.strip(".")})
+
+
+@cache  # called for every override of every job of a sweep
+def subfolders(conf: Path) -> list[str]:
+    """Return the names of the folders in a configuration folder."""
+    return [path.name for path in conf.iterdir() if path.is_dir()]
 
 
 def own_groups() -> list[str]:
@@ -141,16 +147,26 @@ def enter_project() -> None:
 # --- Hydra's ConfigStore
 
 
+def _stored() -> Any:
+    """Return the nodes in the store. Before Hydra is imported, nobody has stored any."""
+    module = sys.modules.get("hydra.core.config_store")
+    return {} if module is None else module.ConfigStore.instance().repo
+
+
 def stored_groups() -> list[str]:
     """Return the names of the groups, also of Hydra's own."""
-    return [name for name, node in ConfigStore.instance().repo.items() if isinstance(node, dict)]
+    return [name for name, node in _stored().items() if isinstance(node, dict)]
 
 
 def stored_options(group: str) -> dict[str, Any]:
     """Return a group's options as plain data, by name."""
-    node: Any = ConfigStore.instance().repo
+    node = _stored()
     for part in group.split("/"):
         node = node.get(part, {}) if isinstance(node, dict) else {}
     entries = node.items() if isinstance(node, dict) else ()
-    return {name.removesuffix(".yaml"): OmegaConf.to_container(entry.node, throw_on_missing=False)
-            for name, entry in entries if isinstance(entry, ConfigNode)}  # fmt: skip
+    leaves = {name.removesuffix(".yaml"): entry.node for name, entry in entries if not isinstance(entry, dict)}
+    if not leaves:
+        return {}
+    from omegaconf import OmegaConf  # imported late: --help needs none
+
+    return {name: OmegaConf.to_container(leaf, throw_on_missing=False) for name, leaf in leaves.items()}

@@ -4,13 +4,15 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from framework.config.folders import parse_yaml
-from framework.config.schema import RunConfig
 from framework.runtime.files import write_atomically
+
+if TYPE_CHECKING:
+    from framework.config.schema import RunConfig
 
 
 def digest_of(plain: Any) -> str:
@@ -41,8 +43,10 @@ def freeze(config: dict[str, Any], directory: Path, *, name: str = "config.yaml"
     return frozen
 
 
-def thaw(frozen: FrozenConfig) -> RunConfig:
+def thaw(frozen: FrozenConfig) -> "RunConfig":
     """Read a frozen configuration. Raise ValueError if the file has changed."""
+    from framework.config.schema import RunConfig  # imported late, with pydantic: a hash needs neither
+
     config = _read(frozen.path)
     if digest_of(config) != frozen.digest:
         raise ValueError(f"{frozen.path} has changed since this run was started; start the command again")

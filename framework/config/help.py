@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 from framework.config.folders import CONF, defaults_in, groups, named_keys, option_file, option_node, options, value_names
-from framework.config.schema import SEVERAL
 
 _WIDEST, _OF_TEXT = 120, 30  # in columns: the widest line; the minimum for a comment beside its key
 _QUOTED, _NO_BREAK = re.compile(r'"[^"]*"'), "\0"  # the quoted texts of a command, which must not be split
@@ -52,6 +51,8 @@ def _whole_help(width: int) -> Iterator[str]:
 
 
 def _option_help(group: str, option: str, width: int) -> Iterator[str]:
+    from framework.config.schema import SEVERAL  # imported late, with pydantic: the whole help does not need it
+
     text = option_file(group, option).read_text(errors="replace")
     is_global = text.startswith("# @package _global_")
     target = option_node(group, option).get("_target_")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -20,9 +20,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from framework.config.folders import CONF, EXTRAS, config_name, folders, named_keys, own_folder, own_groups
+from framework.config.hydra_settings import setting_problems
 from framework.config.identity import EXECUTION, identity
 from framework.config.overrides import parse, sort_overrides
 from framework.config.schema import RunConfig
+from framework.runtime.problem import Problem
 
 LAUNCHER = {"_target_": "framework.sweep.pools.Pool", "n_jobs": 1}  # Hydra's default launcher, `basic`, would use this process
 
@@ -37,16 +39,29 @@ class _Folders(SearchPathPlugin):
             search_path.append("extras", f"file://{folder}")
 
 
-def compose_files(choices: list[str]) -> DictConfig:
-    """Return the configuration of the chosen options, with Hydra's own node. Overrides of values are not among `choices`."""
-    return copy.deepcopy(composed_files(tuple(folders()), config_name(), tuple(choices)))
+class ChosenFiles(NamedTuple):
+    """The configuration of the chosen options. The jobs of a sweep share Hydra's settings, which are read-only."""
+
+    config: DictConfig
+    settings: DictConfig  # Hydra's own node, below `hydra`
+    problems: list[Problem]  # of the settings
+
+
+def compose_files(choices: list[str]) -> ChosenFiles:
+    """Return the configuration of the chosen options, to be changed. Overrides of values are not among `choices`."""
+    files = composed_files(tuple(folders()), config_name(), tuple(choices))
+    return files._replace(config=copy.deepcopy(files.config))
 
 
 @cache  # it takes 0.1 s, and most jobs of a sweep have the same choices
-def composed_files(_: tuple[Path, ...], name: str, choices: tuple[str, ...]) -> DictConfig:
+def composed_files(_: tuple[Path, ...], name: str, choices: tuple[str, ...]) -> ChosenFiles:
     prepare_hydra()
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="train"):
-        return compose(name, overrides=list(choices), return_hydra_config=True)
+        config = compose(name, overrides=list(choices), return_hydra_config=True)
+    settings = OmegaConf.masked_copy(config, "hydra")
+    OmegaConf.set_readonly(settings, True)
+    own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    return ChosenFiles(own, settings, setting_problems(settings.hydra))
 
 
 def composes(choices: list[str]) -> bool:
@@ -76,8 +91,8 @@ def has_callbacks(overrides: list[str]) -> bool:
 def _settings(overrides: list[str]) -> DictConfig | None:
     """Return Hydra's own node of a line, read-only. None for a faulty file: the composition of the run reports it."""
     try:
-        settings: DictConfig = composed_files(tuple(folders()), config_name(), tuple(sort_overrides(overrides)[0])).hydra
-        return settings
+        files = composed_files(tuple(folders()), config_name(), tuple(sort_overrides(overrides)[0]))
+        return files.settings.hydra  # type: ignore[no-any-return]
     except Exception:
         return None
 

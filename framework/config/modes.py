@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from framework.config.schema import RunConfig, RunSection
+if TYPE_CHECKING:
+    from framework.config.schema import RunConfig, RunSection
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class Command:
     """A command line and its checked configuration."""
 
     line: list[str]
-    config: RunConfig
+    config: "RunConfig"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ _MODES = (
 MODES = {mode.name: mode for mode in _MODES}
 
 
-def folder_of(run: RunSection, mode: str) -> Path:
+def folder_of(run: "RunSection", mode: str) -> Path:
     """Return the folder for a command's own files: for a new run, the run's directory.
 
     For an existing run, which may be active, return a folder inside the run's directory.

@@ -1,17 +1,16 @@
 """The typed configuration: sections, the types of their keys, and the rules in a section."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from framework.config.folders import DOTTED
 from framework.config.launch import LaunchSection
 from framework.config.section import OTHER_VALIDATION, Count, Positive, Section, setting, texts_in
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.runtime.problem import Problem
 
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # a component's dotted path
 Node = dict[str, Any]  # a component's node: data for its `_target_`
 
 

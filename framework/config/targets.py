@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
 from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
 from framework.config.folders import EXTRAS, ROOT, enter_project
-from framework.config.schema import Node
 from framework.runtime.problem import extra_with, install_command
+
+if TYPE_CHECKING:
+    from framework.config.schema import Node
 
 TOTALS = {"total_steps", "num_training_steps"}  # arguments of schedulers for the number of calls in a run
 HYDRAS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")  # a node's keys that are not arguments of its target
@@ -62,7 +63,7 @@ def _join(package: str, name: str) -> None:
         raise ValueError(f"_target_={package}.{name} names two files: give {files[0]} another name")
 
 
-def component(node: Node, **given: Any) -> Callable[..., Any]:
+def component(node: "Node", **given: Any) -> Callable[..., Any]:
     """Return the node's target with the node's values bound. `given` overrides values.
 
     The caller adds arguments that are not data. Nested nodes with a `_target_` are built first; an argument of type
@@ -73,7 +74,7 @@ def component(node: Node, **given: Any) -> Callable[..., Any]:
     return _bound(node | given, as_configs=False)
 
 
-def _bound(node: Node, *, as_configs: bool) -> Callable[..., Any]:
+def _bound(node: "Node", *, as_configs: bool) -> Callable[..., Any]:
     as_configs = node["_convert_"] == "none" if "_convert_" in node else as_configs
     is_nested = node.get("_recursive_", True)
     arguments = signature_of(node["_target_"]).arguments
@@ -82,6 +83,8 @@ def _bound(node: Node, *, as_configs: bool) -> Callable[..., Any]:
         value = as_node(value, kind) if is_nested else value
         if isinstance(value, dict) and "_target_" in value and any(map(_makes, (kind, *get_args(kind)))):
             return _bound(value, as_configs=as_configs)
+        from omegaconf import DictConfig, ListConfig, OmegaConf  # imported late: many components have no arguments
+
         built = instantiated(value, as_configs=as_configs) if is_nested else value
         is_config = as_configs or any(one in (DictConfig, ListConfig) for one in (kind, *get_args(kind)))
         return OmegaConf.create(built, flags=_ANY_OBJECT) if is_config and isinstance(built, (dict, list)) else built
@@ -120,7 +123,7 @@ def instantiated(value: Any, *, as_configs: bool = False) -> Any:
     return [instantiated(item, as_configs=as_configs) for item in value] if isinstance(value, list) else value
 
 
-def nodes_in(value: Any, key: str) -> Iterator[tuple[str, Node]]:
+def nodes_in(value: Any, key: str) -> "Iterator[tuple[str, Node]]":
     """Yield the nodes with a `_target_` in plain data, each with its key. `key` is the data's key. Skip nodes inside nodes."""
     if isinstance(value, dict) and "_target_" in value:
         yield key, value
@@ -190,7 +193,7 @@ def hides_keys(target: str) -> bool:
     return any(code.co_flags & inspect.CO_VARKEYWORDS for code in codes)
 
 
-def arguments_of(node: Node, *, group: str) -> Signature:
+def arguments_of(node: "Node", *, group: str) -> Signature:
     """Return the arguments that remain for the node's keys after its positional `_args_`."""
     signature = signature_of(str(node.get("_target_")), group=group)
     given = node.get("_args_", [])

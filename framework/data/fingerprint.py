@@ -10,19 +10,21 @@
 
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from xxhash import xxh3_128
 
 from framework.data.source import Files, Source
 from framework.randomness import key, seeded
+
+if TYPE_CHECKING:
+    import torch
 
 _BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64, 16, 2_000, 8, 1.0
 _DEPTH, _MOST_ARRAYS = 3, 64  # of the objects inside a source whose arrays count, and of their arrays
@@ -47,7 +49,8 @@ def changes(before: Mapping[str, str], now: Mapping[str, str], *, but_for_roundi
     found = []
     for name in {**before, **now}:
         old, new = before.get(name, "none"), now.get(name, "none")
-        if old == new or (but_for_rounding and _rounds_to(old, new)) or (name.startswith("sample ") and "none" in (old, new)):
+        is_same = old.partition(" ~ ")[0] == new.partition(" ~ ")[0] or (but_for_rounding and _rounds_to(old, new))
+        if is_same or (name.startswith("sample ") and "none" in (old, new)):
             continue
         first, second = (_HASH.sub("", text) for text in (old, new))
         found.append(f"{name} has other content" if first == second else f"{name} {first}, now {second}")
@@ -65,7 +68,7 @@ def _rounds_to(before: str, now: str) -> bool:
 
 def _arrays(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the arrays and tensors in an object, and in the objects in it, by their attributes' names."""
-    if isinstance(owner, (np.ndarray, Tensor)):
+    if isinstance(owner, np.ndarray) or _is_tensor(owner):
         yield path, owner
     elif depth < _DEPTH and not isinstance(owner, type):
         inner: Mapping[Any, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
@@ -83,18 +86,37 @@ def _of_array(array: Any, *, num_parts: int = _NUM_PARTS) -> str:
     return kind
 
 
+def _is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor. A process that has not imported torch has none, and must not import it for this."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
+
+
 def _content_of(array: Any, kind: str, *, num_parts: int) -> str:
-    if isinstance(array, np.ndarray) and array.dtype.kind not in "fc":
-        return f"{kind} {_hash(array)}"
-    numbers = array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
-    kind += f" {_hash(numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())}"
-    if not (numbers.is_floating_point() or numbers.is_complex()):
-        return kind
-    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
-    parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in numbers.reshape(-1).chunk(num_parts)]
-    weights = torch.linspace(0.5, 1.5, len(parts[0]), dtype=parts[0].dtype, device=parts[0].device)  # the order counts too
-    pairs = [(part @ weights[: len(part)] / len(part) ** 0.5, torch.linalg.vector_norm(part)) for part in parts]
-    return f"{kind} ~ {' '.join(f'{float(number):.9g}' for pair in pairs for number in pair)}"
+    if isinstance(array, np.ndarray):
+        numbers = array if array.dtype.kind not in "fc" else np.ascontiguousarray(array)
+        content = _hash(numbers)
+    else:
+        content, numbers = _of_tensor(array)
+    if numbers.dtype.kind not in "fc":
+        return f"{kind} {content}"
+    numbers = numbers.reshape(-1).view(numbers.real.dtype)
+    numbers = numbers.astype(np.promote_types(numbers.dtype, np.float32), copy=False)
+    length = max(1, -(-len(numbers) // num_parts))
+    weights = np.linspace(0.5, 1.5, length, dtype=numbers.dtype)  # the order counts too
+    parts = [numbers[start : start + length] for start in range(0, len(numbers), length)]
+    with np.errstate(all="ignore"):
+        pairs = [(part @ weights[: len(part)] / len(part) ** 0.5, np.linalg.norm(part)) for part in parts]
+    return f"{kind} {content} ~ {' '.join(f'{float(number):.9g}' for pair in pairs for number in pair)}"
+
+
+def _of_tensor(tensor: "torch.Tensor") -> tuple[str, np.ndarray]:
+    """Return the hash of a tensor's bytes, and its numbers in a type that numpy has."""
+    import torch
+
+    numbers = tensor.detach().cpu().contiguous()
+    content = _hash(numbers.reshape(-1).view(torch.uint8).numpy())
+    is_rounded = numbers.is_floating_point() or numbers.is_complex()
+    return content, (numbers.to(torch.promote_types(numbers.dtype, torch.float32)) if is_rounded else numbers).numpy()
 
 
 def _hash(array: np.ndarray) -> str:
@@ -154,10 +176,9 @@ def of_sample(sample: Any) -> str:
     """Return the types and the content of a sample, as in `[HASH] HASH ~ SUM NORM ...`."""
     kinds, exact, rounded = xxh3_128(), xxh3_128(), list[str]()
     for value in _leaves(sample):
-        if isinstance(value, (np.ndarray, np.generic, Tensor, float)):
-            text, _, numbers = _of_array(value if isinstance(value, Tensor) else np.asarray(value), num_parts=1).partition(
-                " ~ "
-            )
+        if isinstance(value, (np.ndarray, np.generic, float)) or _is_tensor(value):
+            text = _of_array(value if _is_tensor(value) else np.asarray(value), num_parts=1)
+            text, _, numbers = text.partition(" ~ ")
             rounded += [numbers] if numbers else []
             kinds.update(text.rpartition(" ")[0].encode() if numbers else text.encode())
             exact.update(text.encode())
@@ -173,5 +194,5 @@ def _leaves(tree: Any) -> Iterator[Any]:
             yield str(name)
             yield from _leaves(value)
     else:  # of an object that is no data, only its type
-        is_data = isinstance(tree, (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, Tensor))
-        yield tree if is_data or hasattr(tree, "tobytes") else type(tree).__name__
+        is_data = isinstance(tree, (str, bytes, int, float, complex, type(None), np.ndarray, np.generic))
+        yield tree if is_data or _is_tensor(tree) or hasattr(tree, "tobytes") else type(tree).__name__

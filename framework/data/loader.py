@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from framework.data.alone import alone
 from framework.data.order import Order, Part, parts
 from framework.data.source import Arrays, Dataset, Source, Split, draws_nothing, is_in_memory, is_vectorised
 from framework.data.stream import ENDLESS, noted
 from framework.data.to_device import ToDevice, mapped_except
-from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
-from framework.randomness import key, keys, seed_generators, seeded
+from framework.randomness import key, keys, seed_generators
 from framework.runtime.exits import RunEnded, Unfit
 from framework.runtime.files import open_files
 from framework.runtime.forks import begin_child
@@ -271,28 +269,3 @@ class Splits:
         """Stop the loaders' processes."""
         for loader in self._loaders.values():
             loader.close()
-
-
-def load_split(dataset: Dataset, split: Split, *, seed: int) -> Source:
-    """Load a split. Its draws depend only on the run's seed, so its samples do not depend on which split is used first.
-
-    All splits get the same draws: disjoint parts of one permutation stay disjoint. The dataset finds only one process.
-    ValueError if it has a problem.
-    """
-    if problems := dataset.problems():
-        raise ValueError(problems[0])
-    with seeded(key(seed, "split")), alone():
-        return dataset.load(split)
-
-
-def load_in_turns(dataset: Dataset, split: Split, *, seed: int, world: World) -> Source:
-    """Load a split: rank 0 first, then one rank of each other node, as they may download files; then all others. Collective.
-
-    Each process has its own copy of what is not mapped from a file.
-    """
-    mine = 0 if world.rank == 0 else 1 if world.local_rank == 0 else 2
-    for turn in range(3):
-        if turn == mine:
-            source = load_split(dataset, split, seed=seed)
-        world.agreement.barrier()
-    return source

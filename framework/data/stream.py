@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.data.alone import alone
+from framework.data.load import alone
 from framework.data.map_style import SampleDataset, collated, has_index, unwrapped
 from framework.data.source import SPLITS, Source, Split
 from framework.randomness import key, seed_generators, seeded

@@ -1,7 +1,5 @@
 """The claim of a run's directory for this launch, and the report that a run is finished."""
 
-import sys
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,7 +8,7 @@ from pathlib import Path
 from framework.config.frozen_file import FrozenConfig, freeze
 from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig, RunSection
-from framework.launch.decision import publish, received
+from framework.launch.decision import print_problems
 from framework.launch.mirrored import Settle, mirror_of, mirrored, refused
 from framework.launch.scratch import remove_scratch
 from framework.preflight.check import code_problems, resume_problems
@@ -20,14 +18,12 @@ from framework.runs.lineage import parents_of
 from framework.runs.metrics_file import iterate_rows
 from framework.runs.mirror import Mirror, committed
 from framework.runs.provenance import Provenance
-from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, RunEnded
 from framework.runtime.files import require_room
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.objects import StoreFailed
 from framework.runtime.preemption import PREEMPTION
-from framework.runtime.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -136,25 +132,3 @@ def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Ex
         if is_finished(run, targets=targets):
             return Exit.FINISHED
     return mirror
-
-
-_TO_END_S = 5.0
-
-
-def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
-    """Print the problems, one per line, and return the exit code. Under a launcher, only rank 0 prints, unless `each_rank`.
-
-    A launcher ends all ranks when one of them ends: the others wait until rank 0 has printed.
-    """
-    code = next((problem.code for problem in problems if problem.code == Exit.CONFIGURATION), problems[0].code)
-    environment = Environment.read()
-    if environment.rank != 0 and not each_rank:
-        received(environment=environment)
-        return code
-    if environment.rank != 0:  # the ranks cannot speak to each other; the launcher ends this one when rank 0 has printed
-        time.sleep(_TO_END_S)
-    for problem in problems:
-        print(problem, file=sys.stderr, flush=True)
-    if environment.is_launched and not each_rank:
-        publish(code, environment=environment)
-    return code

@@ -1,7 +1,9 @@
 """What rank 0 decides for all processes of a launcher: the frozen configuration with which they start, or an exit code."""
 
 import json
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -10,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from framework.config.frozen_file import FrozenConfig
 from framework.runtime.environment import Environment
-from framework.runtime.exits import Interrupted
+from framework.runtime.exits import Exit, Interrupted
+from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -68,3 +71,25 @@ def received(*, environment: Environment) -> FrozenConfig | int:
     decision = json.loads(awaited(store, "decision", timeout=PATIENCE, sign="signs"))
     store.add("readers", 1)
     return decision if isinstance(decision, int) else FrozenConfig(Path(decision[0]), *decision[1:])
+
+
+_TO_END_S = 5.0
+
+
+def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
+    """Print the problems, one per line, and return the exit code. Under a launcher, only rank 0 prints, unless `each_rank`.
+
+    A launcher ends all ranks when one of them ends: the others wait until rank 0 has printed.
+    """
+    code = next((problem.code for problem in problems if problem.code == Exit.CONFIGURATION), problems[0].code)
+    environment = Environment.read()
+    if environment.rank != 0 and not each_rank:
+        received(environment=environment)
+        return code
+    if environment.rank != 0:  # the ranks cannot speak to each other; the launcher ends this one when rank 0 has printed
+        time.sleep(_TO_END_S)
+    for problem in problems:
+        print(problem, file=sys.stderr, flush=True)
+    if environment.is_launched and not each_rank:
+        publish(code, environment=environment)
+    return code

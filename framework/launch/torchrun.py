@@ -5,8 +5,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, digest_of
-from framework.launch.claim import ClaimedRun, print_problems
-from framework.launch.decision import PATIENCE, publish, rank_0_works, received, store_of
+from framework.launch.claim import ClaimedRun
+from framework.launch.decision import PATIENCE, print_problems, publish, rank_0_works, received, store_of
 from framework.runs.directory import RunDirectory
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, Interrupted, headline, is_lost_peer

@@ -2,16 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from framework.build.training import Builder
-from framework.config.schema import RunSection
+from framework.build.sources import Sources
+from framework.config.schema import Node, RunSection, targets_in
+from framework.config.trainer import TrainerSection
 from framework.data.fingerprint import changes, fingerprint
-from framework.data.loader import Splits
+from framework.data.load import load_split
 from framework.data.source import Source, Split
-from framework.distributed.world import World
 from framework.runs.provenance import Provenance
 from framework.runtime.exits import Unfit, headline
 from framework.runtime.log import LOGGER
+
+if TYPE_CHECKING:
+    from framework.data.loader import Splits
+    from framework.distributed.world import World
 
 _WAYS = ("restore the data; or run.data=accept continues and records the change, run.resume=never starts over, "
          "model.init_from=FILE loads only the weights")  # fmt: skip
@@ -23,9 +30,9 @@ class DataRecord:
 
     run: RunSection
     provenance: Provenance
-    world: World
+    world: "World"
     seed: int
-    splits: Splits
+    splits: "Splits"
     _before: Mapping[str, dict[str, str]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -55,17 +62,22 @@ class DataRecord:
             self.provenance.add_data(split, now, accepted=accepted)
 
 
-def require_recorded(build: Builder) -> None:
+def require_recorded(run: RunSection, dataset: Node, trainer: TrainerSection, seed: int) -> None:
     """Compare the data with the record of a finished run. Unfit if they are others; data that are gone are no others."""
-    provenance, splits = Provenance(build.directory.path), build.splits()
+    if not all(target.startswith("framework.") for target in targets_in({"dataset": dataset})):
+        import torch  # noqa: F401  # the draws of the user's code may be torch's: it must be there to be seeded
+
+    provenance = Provenance(Path(run.dir))
+    sources = Sources(dataset, seed=seed, load=partial(load_split, seed=seed))
     for split in dict.fromkeys(split for start in provenance.read().starts for split in start.data):
         before = provenance.data(split)
         try:
-            now = fingerprint(splits.loader(split).source, seed=build.config.seed)
+            stored = split if trainer.overfit_batches is None else "train"
+            now = fingerprint(sources.source(stored), seed=seed)
         except Exception as error:  # of the user's code or files
             LOGGER.warning("the data cannot be compared with those of the finished run: %s", headline(error))
             return
-        if accepted := _accepted(build.config.run, split, before, now):
+        if accepted := _accepted(run, split, before, now):
             provenance.add_data(split, now, accepted=accepted)
 
 

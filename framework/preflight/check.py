@@ -44,6 +44,7 @@ from framework.runtime.log import LOGGER
 from framework.runtime.objects import StoreFailed, is_url
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
+from framework.runtime.torch_compiler import import_dynamo
 
 
 def check(composed: Composed, *, world_size: int | None) -> Draft:
@@ -60,6 +61,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, outside) for key in composed.given)
     imports &= not is_known
     if imports:
+        import_dynamo()  # most components import torch
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
         found = _check_data(draft, known=composed.known, needs_splits=not reads_folder)
         others = _check_components(draft, known=composed.known)
@@ -229,9 +231,12 @@ def _problems_of_several(draft: Draft, groups: Iterable[str], *, known: list[str
 def place_problems(run: RunSection, *, is_draft: bool = False) -> list[Problem]:
     """Return why a run cannot start or continue in its directory. A draft replaces another run there."""
     directory = RunDirectory(Path(run.dir))
-    if problems := writing_problems(run) or _check_contents(directory):
+    if problems := writing_problems(run) or _odd_files(directory):
         return problems
     there = frozen_run_id(directory.path)
+    if there is None and (strangers := directory.strangers()):
+        what = f"{directory.path} is not a run's directory: it holds {shown(strangers[0])}"
+        return [Problem("run.dir", what, "a new directory, which the run makes")]
     if there not in (None, run.id) and not is_draft:
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
         problems = [Problem("run.dir", what, "another directory, or the command of the other run")]
@@ -276,14 +281,9 @@ def writing_problems(run: RunSection) -> list[Problem]:
     return []
 
 
-def _check_contents(directory: RunDirectory) -> list[Problem]:
-    if odd := directory.odd_files():
-        what = f"{directory.path / odd[0]} is not a plain file"
-        return [Problem("run.dir", what, "a run does not write to links or pipes")]
-    if strangers := directory.strangers():
-        what = f"{directory.path} is not a run's directory: it holds {shown(strangers[0])}"
-        return [Problem("run.dir", what, "a new directory, which the run makes")]
-    return []
+def _odd_files(directory: RunDirectory) -> list[Problem]:
+    what, expected = "{} is not a plain file", "a run does not write to links or pipes"
+    return [Problem("run.dir", what.format(directory.path / name), expected) for name in directory.odd_files()[:1]]
 
 
 def resume_problems(resume: str, directory: RunDirectory) -> list[Problem]:

@@ -19,7 +19,7 @@ from framework.config.schema import INIT, Node, RunConfig
 from framework.config.targets import locate
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.config.validation import problems_of_build
-from framework.data.loader import load_split
+from framework.data.load import load_split
 from framework.distributed.mesh import resolve_axes
 from framework.engine.forward import measures
 from framework.engine.seam import Demands

@@ -36,17 +36,14 @@ def with_processes(
             fitting = there // devices_of_each(parallel) if axes_of(parallel) else 1
             launch = launch.model_copy(update={"nproc_per_node": max(1, fitting)})
         source, start = f"launch.nproc_per_node gives {launch.num_processes}", "launch.nproc_per_node={}"
-    axes = axes_of(parallel)
-    if any(not isinstance(size, (int, type(None))) for size in axes.values()):
+    if any(not isinstance(size, (int, type(None))) for size in axes_of(parallel).values()):
         return launch, problems  # the strategy's signature check reports it
     counts, count = launch.node_counts, launch.num_processes
     for num_nodes in sorted({counts[0], counts[-1]}):  # a number between them need not fit: see `fitting_nodes`
         if counts != range(1, 2):
             source = f"{num_nodes} nodes of launch.nproc_per_node={count} give {count * num_nodes}"
             start = "launch.nnodes=1 launch.nproc_per_node={}"
-        problems += _mesh_problems(
-            axes, count=count * num_nodes, source=source, start=start, option=option_of("parallel", parallel)
-        )
+        problems += _mesh_problems(parallel, count=count * num_nodes, source=source, start=start)
     if not problems and world_size is None:
         problems = _device_problems(launch, parallel, on_gpus=backend.device(device) != "cpu")
     return launch, problems
@@ -66,13 +63,13 @@ def data_ranks(parallel: Node, count: int) -> int:
 def fitting_nodes(launch: LaunchSection, parallel: Node) -> list[int]:
     """Return the allowed numbers of nodes with processes that fill the mesh."""
     counts = {num_nodes: launch.num_processes * num_nodes for num_nodes in launch.node_counts}
+    return [n for n, count in counts.items() if not _mesh_problems(parallel, count=count, source="", start="")]
+
+
+def _mesh_problems(parallel: Node, *, count: int, source: str, start: str) -> list[Problem]:
     axes = axes_of(parallel)
-    return [n for n, count in counts.items() if not _mesh_problems(axes, count=count, source="", start="", option="")]
-
-
-def _mesh_problems(axes: dict[str, int | None], *, count: int, source: str, start: str, option: str) -> list[Problem]:
     if not axes and count != 1:
-        what = f"{option} is one process, but {source} processes"
+        what = f"{option_of('parallel', parallel)} is one process, but {source} processes"
         return [Problem("parallel", what, f"try {start.format(1)}, or parallel=ddp, parallel=fsdp")]
     if not axes:
         return []

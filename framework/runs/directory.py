@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
 from framework.checkpoint.manifest import directory_name
-from framework.config.frozen_file import frozen_run_id, recall
+from framework.config.frozen_file import recall
 from framework.runtime.files import flush_directory, replaced_by, tail, write_atomically
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
@@ -50,8 +50,8 @@ class RunDirectory:
         return [RunDirectory(self.path / name) for name in _BESIDE if (self.path / name).is_dir()]
 
     def strangers(self) -> list[str]:
-        """Return the names of files that do not belong to a run, if the directory has no frozen configuration."""
-        if frozen_run_id(self.path) is not None or not self.path.is_dir():
+        """Return the names of files that do not belong to a run."""
+        if not self.path.is_dir():
             return []
         return sorted(name for name in os.listdir(self.path) if not _is_a_runs(name))
 

@@ -11,24 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from framework.runtime.environment import left_over, variables
+from framework.runtime.environment import left_over, variables, words_before_arguments
 from framework.runtime.problem import Problem
-
-
-def fix_hashes() -> None:
-    """Start this process again with the same hash seed for all processes.
-
-    Do nothing if PYTHONHASHSEED is set, or if another program in this process has called this program. With one seed, the
-    order of a set, and all results of hash() in the user's code, are the same on every rank and after a restart. By default,
-    Python's hash of a text differs from process to process.
-    """
-    options = _words_before_arguments()
-    is_main = sys.argv[0] in options or ("-m" in options and sys.argv[0].endswith("__main__.py"))
-    if "PYTHONHASHSEED" in variables() or not sys.executable or not is_main:
-        return
-    variables()["PYTHONHASHSEED"] = "0"
-    with suppress(OSError):
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def start_problems() -> list[Problem]:
@@ -66,19 +50,13 @@ def end_process(code: int) -> NoReturn:
 
 def _is_whole_process() -> bool:
     """Return whether this process runs only this program. (A profiler, for example, runs this program inside its own.)"""
-    *options, last = _words_before_arguments() or [""]
+    *options, last = words_before_arguments() or [""]
     if options[-1:] == ["-m"] and sys.argv[0].endswith("__main__.py"):
         options.pop()
     elif last != sys.argv[0]:
         return False
     pairs = zip(["", *options], options)  # all words must be options of the interpreter, or their values
     return "-m" not in options and all(word.startswith("-") or before in ("-X", "-W") for before, word in pairs)
-
-
-def _words_before_arguments() -> list[str]:
-    """Return the words that the interpreter received before this program's arguments; [] if the arguments have changed."""
-    before = len(sys.orig_argv) - len(sys.argv) + 1
-    return sys.orig_argv[1:before] if sys.orig_argv[before:] == sys.argv[1:] else []
 
 
 def program() -> str:

@@ -60,18 +60,19 @@ def _forms(value: str) -> frozenset[str]:
     return frozenset(form for form in forms if len(form) >= _SHORTEST)
 
 
-def secrets_in(config: Any, key: str = "") -> dict[str, str]:
-    """Return {key: why it is a secret} for plain configuration. The result does not contain the secrets."""
+def secrets_in(config: Any, key: str = "", *, known: list[tuple[str, str]] | None = None) -> dict[str, str]:
+    """Return {key: why it is a secret} for plain configuration. The result does not contain the secrets, `known` or not."""
+    known = [*_from_environment()] if known is None else known
     if isinstance(config, (dict, list)):
         found: dict[str, str] = {}
         for name, value in config.items() if isinstance(config, dict) else enumerate(config):
-            found |= secrets_in(value, f"{key}.{name}" if key else str(name))
+            found |= secrets_in(value, f"{key}.{name}" if key else str(name), known=known)
         return found
     fault = None
     if is_secret_key(key) and config not in (None, "") and not isinstance(config, bool):
         fault = "has the name of a secret, and a value"
     elif isinstance(config, str):
-        fault = _fault_of(config)
+        fault = _fault_of(config, known)
     return {key: fault} if fault else {}
 
 
@@ -80,8 +81,8 @@ def is_secret_key(key: str) -> bool:
     return any(_KEY.search(part) for part in key.lower().split("."))
 
 
-def _fault_of(text: str) -> str | None:
-    for name, value in _from_environment():
+def _fault_of(text: str, known: list[tuple[str, str]]) -> str | None:
+    for name, value in known:
         if value in text:
             return f"holds the value of the environment variable {name}, a secret"
     if found := _SHAPES.search(text):

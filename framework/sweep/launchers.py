@@ -19,7 +19,7 @@ from framework.config.folders import ROOT
 from framework.config.overrides import one_line
 from framework.config.schema import Node
 from framework.config.targets import instantiated
-from framework.launch.claim import print_problems
+from framework.launch.decision import print_problems
 from framework.runtime.environment import variables
 from framework.runtime.exits import Exit, Unfit
 from framework.runtime.log import LOGGER

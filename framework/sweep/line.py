@@ -122,7 +122,8 @@ def read_settings(hydras: list[str], line: list[str]) -> tuple[Settings, list[Pr
     choices, _, _ = sort_overrides(line)
     values = {key.removeprefix("hydra."): override.value() for key, override in given.items() if "/" not in key}
     try:
-        hydra = compose_files([*choices, *(text for text in hydras if "/" in text.partition("=")[0])]).hydra
+        files = compose_files([*choices, *(text for text in hydras if "/" in text.partition("=")[0])])
+        hydra = OmegaConf.masked_copy(files.settings.hydra, ["launcher", "sweeper"])
         keys = [f"hydra.{key}" for key in flat(_plain(hydra)) if key.startswith("launcher.")]
         for key, value in values.items():
             OmegaConf.update(hydra, key, value, force_add=True)
@@ -140,7 +141,7 @@ def read_settings(hydras: list[str], line: list[str]) -> tuple[Settings, list[Pr
 
 
 def _plain(hydra: DictConfig) -> dict[str, Any]:
-    return OmegaConf.to_container(OmegaConf.masked_copy(hydra, ["launcher", "sweeper"]))  # type: ignore[return-value]
+    return OmegaConf.to_container(hydra)  # type: ignore[return-value]  # keys are strings
 
 
 def _key_problems(key: str, override: Override) -> list[Problem]:

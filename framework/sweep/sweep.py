@@ -17,7 +17,7 @@ from framework.config.hydra_compose import LAUNCHER
 from framework.config.modes import MODES
 from framework.config.targets import locate
 from framework.config.trainer import CheckpointSection
-from framework.launch.claim import print_problems
+from framework.launch.decision import print_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.status import print_table, standings
 from framework.runs.table import TableRow, best_of, listing, write_csv

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 
 from framework.checkpoint import format
-from framework.checkpoint.chunks import WritePlan, chunk_of, chunks_of, deal
+from framework.checkpoint.chunks import Holding, WritePlan, chunk_of, chunks_of, deal
 from framework.checkpoint.format import Chunk, digest, inventory_of, read_regions, write_shard
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.store import CheckpointStore
@@ -98,12 +98,12 @@ def test_a_part_is_read_from_the_parts_that_it_overlaps(cut: list[tuple[int, int
 
 def test_each_chunk_is_written_once_and_the_bytes_are_dealt_evenly() -> None:
     replicas = [{Chunk(f"model/{i}", (0,), (size,)): size for i, size in enumerate([900, 300, 300, 300, 7, 5])}] * 3
-    dealt = deal(replicas)
+    dealt = deal([Holding(0, table) for table in replicas])
     assert sum(map(len, dealt)) == 6 and set.union(*dealt) == replicas[0].keys()
     loads = [sum(replicas[0][chunk] for chunk in mine) for mine in dealt]
     assert max(loads) == 900 and sorted(loads)[1:] >= [300, 900]
-    own = [{Chunk("model/x", (rank,), (1,)): 4, Chunk("model/y", (0,), (2,)): 8} for rank in range(2)]
-    assert [{chunk.offsets for chunk in mine if chunk.name == "model/x"} for mine in deal(own)] == [{(0,)}, {(1,)}]
+    shared = {Chunk("model/y", (0,), (2,)): 8}
+    assert deal([Holding(4, shared), Holding(3, shared), Holding(9, {})]) == [set(), {*shared}, set()], "who has the least"
 
 
 def test_ranks_tell_what_they_hold_only_when_it_has_changed() -> None:
@@ -117,12 +117,13 @@ def test_ranks_tell_what_they_hold_only_when_it_has_changed() -> None:
         asked.append(value)
         return deal([value, value])[1]
 
-    plan = WritePlan(SimpleNamespace(agreement=SimpleNamespace(distinct=distinct, scatter_plan=dealt)))
+    agreement = SimpleNamespace(distinct=distinct, scatter_plan=dealt, sum=lambda counts: counts * 2)
+    plan = WritePlan(SimpleNamespace(agreement=agreement))
     first = plan.mine(TENSORS)
-    assert 0 < len(first) < len(TENSORS) and len(asked) == 2
-    assert plan.mine(TENSORS).keys() == first.keys() and asked[2:] == [False]
+    assert 0 < len(first) < len(TENSORS) and len(asked) == 3
+    assert plan.mine(TENSORS).keys() == first.keys() and asked[3:] == [False]
     plan.mine(TENSORS | {"optimizer/x/momentum": torch.zeros(9)})
-    assert len(asked) == 5
+    assert len(asked) == 7
 
 
 def test_the_processes_of_ddp_share_the_writing(tmp_path: Path) -> None:

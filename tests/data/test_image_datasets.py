@@ -13,7 +13,7 @@ from PIL import Image
 
 from framework.data import published
 from framework.data.image_folder import ImageFolder
-from framework.data.loader import load_split
+from framework.data.load import load_split
 from framework.data.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
 from framework.data.source import Arrays, Files, decode_image
 from tests.data.test_datasets import SPLITS, everything

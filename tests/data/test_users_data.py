@@ -13,7 +13,8 @@ import torch
 
 from framework.build.components import kept_on_cpu
 from framework.cli.run import builder_of, checked_line
-from framework.data.loader import Loader, load_split
+from framework.data.load import load_split
+from framework.data.loader import Loader
 from framework.data.map_style import MapStyle
 from framework.data.order import Order
 from framework.data.source import Split

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # which registers the backend
 
 from framework import compose
 from framework.build.training import Builder
 from framework.checkpoint import chunks
+from framework.checkpoint.format import Chunk
 from framework.distributed import world as worlds
 from framework.distributed.groups import Groups
 from framework.distributed.world import World
@@ -112,7 +116,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wire]:
             patched.setattr(worlds, "require_one_kind", lambda *_, **__: None)
             patched.setattr(worlds, "attempt_store", lambda *_, **__: fake_pg.FakeStore())
             # what rank 0 is said to share with all others would be written by them, and they are not there
-            patched.setattr(chunks, "deal", lambda tables: [set(tables[0]), *(set() for _ in tables[1:])])
+            patched.setattr(chunks, "deal", lambda holdings: [set(holdings[0].shared), *(set() for _ in holdings[1:])])
+            patched.setattr(chunks.WritePlan, "_own", lambda *_: set())
             join = Groups.join
 
             def fake_join(groups: Groups, store: dist.Store) -> None:
@@ -163,3 +168,25 @@ def test_what_every_rank_gets_does_not_grow_with_the_number_of_ranks(play: Calla
     # beside gradients, and the 8 bytes of each rank in a gather: of what describes a model of 200 kB, not the model
     assert sum(size for name, size in [*begun.calls, *resumed.calls] if name not in ("all_reduce", "all_gather")) < 25_000
     assert sum(name == "all_reduce" for name, _ in resumed.calls) < sum(name == "all_reduce" for name, _ in begun.calls)
+
+
+@pytest.mark.parametrize("num_ranks", [16, 1024])
+def test_a_rank_plans_only_its_own_part_of_a_save(num_ranks: int) -> None:
+    """What no other rank has is not sent, and rank 0 deals only what is shared, however many ranks there are."""
+    sent = list[chunks.Holding]()
+
+    def scatter_plan(holding: chunks.Holding, deal: Callable[..., Any]) -> Any:
+        sent.append(holding)
+        return deal([holding] * num_ranks)[3]
+
+    agreement = SimpleNamespace(
+        distinct=lambda value: {0: value}, sum=lambda counts: counts * num_ranks, scatter_plan=scatter_plan
+    )
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=3, world_size=num_ranks)
+    try:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        cut = {f"layers.{number}": DTensor.from_local(torch.zeros(1, 8), mesh, [Shard(0)]) for number in range(9)}
+        mine = chunks.WritePlan(SimpleNamespace(agreement=agreement)).mine(cut | {"bias": torch.zeros(5)})
+    finally:
+        dist.destroy_process_group()
+    assert mine.keys() == cut.keys() and sent == [(9 * 32, {Chunk("bias", (0,), (5,)): 20})]
