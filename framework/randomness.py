@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,28 +30,29 @@ def seed_generators(seed: int, *, devices: "Iterable[torch.device]" = ()) -> Non
     """Seed the generators that functions use: those of Python, numpy and torch, on the CPU and on these devices."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    for generator in _of_torch(devices):
+    for generator in _of_torch(*devices) if "torch" in sys.modules else ():  # else nothing here draws from torch
         generator.manual_seed(seed)
 
 
 def generator_states(*, devices: "Iterable[torch.device]" = ()) -> list[Any]:
     """Return the states of the generators of Python, numpy and torch, on the CPU and on these devices."""
-    return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in _of_torch(devices))]
+    of_torch = _of_torch(*devices) if "torch" in sys.modules else []
+    return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in of_torch)]
 
 
 def set_generator_states(states: list[Any], *, devices: "Iterable[torch.device]" = ()) -> None:
     """Restore the generators' states from the result of `generator_states`."""
     random.setstate(states[0])
     np.random.set_state(states[1])
-    for generator, state in zip(_of_torch(devices), states[2:]):
+    for generator, state in zip(_of_torch(*devices) if states[2:] else (), states[2:]):
         generator.set_state(state)
 
 
-def _of_torch(devices: "Iterable[torch.device]") -> "list[torch.Generator]":
-    """Return torch's generators. A process that has not imported torch has none, and must not import it for them."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
+@cache
+def _of_torch(*devices: "torch.device") -> list[Any]:
+    """Return torch's generators."""
+    import torch
+
     on_gpus = [torch.cuda.default_generators[device.index] if device.type == "cuda" else _generator_of_mps()
                for device in devices if device.type in ("cuda", "mps")]  # fmt: skip
     return [torch.default_generator, *on_gpus]
