@@ -17,13 +17,15 @@ from framework.runtime.environment import variables
 def import_dynamo() -> None:
     """Import torch with `torch._dynamo`. Every optimizer imports it: a process that forks workers does it for them.
 
-    The imported objects stay. Collecting garbage among them meanwhile would take a quarter of the time.
+    The imported objects stay. To look for garbage among them takes a quarter of the time, so they become old unseen.
     """
     is_collecting = gc.isenabled()
     gc.disable()
     try:
         importlib.import_module("torch._dynamo")
     finally:
+        gc.freeze()
+        gc.unfreeze()  # from no generation to the oldest
         if is_collecting:
             gc.enable()
 
