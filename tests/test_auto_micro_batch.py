@@ -21,12 +21,13 @@ _ENDLESS = 2**60  # bytes
 class Hungry(nn.Module):
     """A model whose forward of more than 20 samples asks torch for more memory than there is."""
 
-    def __init__(self, in_channels: int, num_classes: int) -> None:
+    def __init__(self, in_channels: int, num_classes: int, most: int = _MOST) -> None:
         super().__init__()
+        self.most = most
         self.layer = nn.Linear(64 * in_channels, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        if len(images) > _MOST:
+        if len(images) > self.most:
             torch.empty(_ENDLESS, dtype=torch.uint8)
         return self.layer(images.flatten(1))
 
@@ -60,10 +61,19 @@ def test_the_largest_half_that_fits_is_found_and_kept(strategy: list[str], fixed
     assert ("lacks memory" in measured.output) == bool(strategy)  # one process is another place; it finds its own size
 
 
+def test_a_prediction_uses_the_size_of_the_run_and_a_rehearsal_needs_few_samples(tmp_path: Path) -> None:
+    run = finished(*LINE, "+model.most=5", "micro_batch_size=auto", "rehearse=true", root=tmp_path / "runs")
+    assert "lacks memory" in run.output and "rehears" not in run.output
+    noted = (run.directory / "micro_batch_size.json").read_text()
+    predicted = command("mode=predict", f"run.dir={run.directory}", root=tmp_path / "runs")
+    assert predicted.code == 0 and "lacks memory" not in predicted.output, predicted.output
+    assert (run.directory / "micro_batch_size.json").read_text() == noted
+
+
 def test_it_is_the_run_of_null(tmp_path: Path) -> None:
     stopped = command(*LINE, root=tmp_path / "runs")
     assert stopped.code == 1
-    assert "less memory is needed with micro_batch_size=auto" in stopped.output
+    assert "less memory is needed with a smaller micro_batch_size" in stopped.output
     continued = finished(*LINE, "micro_batch_size=auto", root=tmp_path / "runs")
     assert continued.directory == stopped.directory
 

@@ -26,7 +26,7 @@ from framework.parallel.sync_batchnorm import synchronise
 from framework.preflight import processes
 from framework.runtime import numerics
 from framework.runtime.environment import Environment
-from framework.runtime.exits import Unfit, headline, is_lost_peer, is_timeout
+from framework.runtime.exits import Unfit, headline, is_lost_peer, is_timeout, lacks_memory
 from framework.runtime.program import keep_cuda_for_children
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 from tests.harness import around, checked, command
@@ -250,8 +250,17 @@ def test_errors_that_are_each_other_s_context_are_read_once() -> None:
 
 def test_a_device_without_room_says_what_needs_less() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB")
-    assert headline(error) == ("CUDA out of memory: less memory is needed with micro_batch_size=auto or a smaller one, "
+    assert headline(error) == ("CUDA out of memory: less memory is needed with a smaller micro_batch_size (auto finds one), "
                                "trainer.activation_checkpointing=true, or parallel=fsdp")  # fmt: skip
+
+
+def test_a_lack_of_memory_is_known_by_what_libraries_say() -> None:
+    wrapped = ValueError("my layer")
+    wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    texts = ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+             "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"]  # fmt: skip
+    assert all(map(lacks_memory, [wrapped, MemoryError(), *map(RuntimeError, texts)]))
+    assert not lacks_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_nccl_s_recorder_writes_into_the_run_s_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

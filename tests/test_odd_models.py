@@ -82,6 +82,12 @@ def test_a_weight_that_stages_share_takes_no_buffers_with_it(schedule: str, tmp_
     assert_close(finished(*line, root=tmp_path / "runs"), one("Chained"))
 
 
+def test_the_code_of_stages_and_losses_makes_its_own_tensors(tmp_path: Path) -> None:
+    line = [*odd("Making"), "task._target_=tests.odd_models.MakingLoss", "task.label_smoothing=0"]
+    run = finished(*line, "parallel=pipeline", "launch.nproc_per_node=2", root=tmp_path / "runs")
+    assert_close(run, once(*line))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["OneBlock", "Woven", "Chained"])
 def test_its_layers_may_lie_on_two_devices(model: str, tmp_path: Path) -> None:

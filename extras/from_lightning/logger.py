@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from framework.training.loop_view import Loop
 
 
@@ -21,12 +23,16 @@ class Logger:
         raise AttributeError(f"self.logger.{name}: is not available (numbers: self.log; {what}; logger=... gets both)")
 
     def add_image(
-        self, tag: str, img_tensor: Any, global_step: Any = None, walltime: Any = None, dataformats: str = ""
+        self, tag: str, img_tensor: Any, global_step: Any = None, walltime: Any = None, dataformats: str = "CHW"
     ) -> None:
+        axes = [dataformats.upper().index(axis) for axis in "NCHW" if axis in dataformats.upper()]
         if self._loop is not None:
-            self._loop.log_image(tag, img_tensor)
+            self._loop.log_image(tag, torch.as_tensor(img_tensor).permute(axes))
 
-    add_images = add_image
+    def add_images(
+        self, tag: str, img_tensor: Any, global_step: Any = None, walltime: Any = None, dataformats: str = "NCHW"
+    ) -> None:
+        self.add_image(tag, img_tensor, dataformats=dataformats)
 
     def add_figure(self, tag: str, figure: Any, global_step: Any = None, close: bool = True, walltime: Any = None) -> None:
         if self._loop is not None:
@@ -44,7 +50,8 @@ class Logger:
 
     def log_image(self, key: str, images: Sequence[Any], step: Any = None, caption: Sequence[str] = ()) -> None:
         for number, image in enumerate(images):
-            self.add_image(f"{key}/{number}", image)
+            if self._loop is not None:
+                self._loop.log_image(f"{key}/{number}", image)
         if caption:
             self.add_text(f"{key}/caption", "\n".join(caption))
 

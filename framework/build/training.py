@@ -68,7 +68,10 @@ class Builder:
 
     def altered(self: _Builder, *, world: World | None = None, **fields: Any) -> _Builder:
         """Return a builder for the same configuration with some fields changed, or in another world."""
-        return type(self)(self.config.model_copy(update=fields), world=world or self.world, token=self._token)
+        new = type(self)(self.config.model_copy(update=fields), world=world or self.world, token=self._token)
+        if "micro_batch_size" not in fields:
+            new.micro_batch_size = self.micro_batch_size
+        return new
 
     @cached_property
     def directory(self) -> RunDirectory:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from framework.modules.tensors import Tree, call, map_tensors, tensors_in
+
+Computed = TypeVar("Computed")
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,26 @@ def copied_with(model: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> tuple
     return copied.eval(), copies
 
 
+def with_own_on_meta(compute: Callable[[], Computed]) -> Computed:
+    """Return what code gives for meta tensors. If it fails beside tensors that it makes itself, make those on meta too."""
+    try:
+        return compute()
+    except Exception:
+        with torch.device("meta"):
+            return compute()
+
+
 def follow(model: nn.Module, inputs: Tree) -> Trace:
     """Run a copy of the model without storage, in evaluation without gradients; return the trace."""
+    trace = _followed(model, inputs)
+    if not trace.is_whole:
+        with torch.device("meta"):  # where the model makes its own tensors, too
+            again = _followed(model, inputs)
+        trace = again if again.is_whole else trace
+    return trace
+
+
+def _followed(model: nn.Module, inputs: Tree) -> Trace:
     trace, stack = Trace(), list[nn.Module]()
     try:
         copied, copies = on_meta(model)
@@ -185,6 +205,7 @@ class _Uses(TorchFunctionMode):
             return torch.device("cpu") if is_meta else value
 
         arguments, named = map_tensors(lambda tensor: self._numbers[id(tensor)][1], [list(args), kwargs])
+        named = named if tensors else {"device": "cpu", **named}
         numbers = function(*map(there, arguments), **{name: there(value) for name, value in named.items()})
         if not isinstance(numbers, Tensor):
             return not tensors_in(numbers), numbers

@@ -36,7 +36,7 @@ from framework.config.validation import component_problems, problems_of_build, v
 from framework.data.source import Dataset
 from framework.preflight.monitors import directed, monitors_are_metrics
 from framework.preflight.processes import backend_problems, device_problems, open_files_problems, with_processes
-from framework.preflight.rules import RULES, folder_holds_samples
+from framework.preflight.rules import RULES, folder_holds_samples, mps_computes_alone
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import Exit, Interrupted
@@ -74,7 +74,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     draft.add(draft.change("launch", partial(with_processes, world_size=world_size)))
     draft.check(backend_problems, device_problems, open_files_problems)
     if draft.call(lambda mode: MODES[mode].about == "existing run"):
-        draft.check(writing_problems, folder_holds_samples)
+        draft.check(writing_problems, folder_holds_samples, mps_computes_alone)
     else:
         draft.check(*RULES)
         if imports:

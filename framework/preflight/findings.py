@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from framework.engine.of_samples import WrongRows
-from framework.runtime.exits import DiskFailed, Unfit, error_text, place_of
+from framework.runtime.exits import DiskFailed, Unfit, error_text, lacks_memory, place_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ def blamed(key: str, what: str, cure: str) -> Iterator[None]:
         own, remedy = said.groups() if said else (own, cure)
         raise Refused(own_key, own, remedy) from error
     except Exception as error:
+        if lacks_memory(error):  # for so many samples on this machine: the rehearsal is then not finished
+            raise
         is_certain = key != "model" or not torch.cuda.is_available()
         what = f"{what}: {error_text(error)}, at {place_of(error)}"
         raise Refused(key, what, cure, is_certain=is_certain) from error

@@ -22,7 +22,7 @@ from framework.runtime.memory import available_memory, cpus
 from framework.runtime.problem import Problem
 
 _LIMIT_S = 120.0
-_FEW, _MANY = 8, 512  # samples in a micro-batch
+_FEWEST, _FEW, _MANY = 2, 8, 512  # samples in a micro-batch
 _FOR_ONE_THREAD = 2_000_000  # parameters
 _SMALL = {"compile": False, "sync_batchnorm": False, "profile": False, "max_steps": 100, "max_epochs": None, "log_every": 1}
 _SWITCH = "rehearse=false starts without a rehearsal"
@@ -79,7 +79,8 @@ def perform(build: Builder) -> tuple[list[Finding], str]:
     if unchecked:
         return found, _with_rest(unchecked, works)
     own = config.known_micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
-    for size in sorted({min(own, _FEW), min(own, _MANY)}):  # as many as in the run, for a model that needs them
+    few = _FEW if config.micro_batch_size != "auto" else _FEWEST  # there may not be memory for more
+    for size in sorted({min(own, few), min(own, _MANY)}):  # as many as in the run, for a model that needs them
         found = []
         with TemporaryDirectory(prefix="steadfast-") as folder, TemporaryFile() as left:
             for number, (work, _) in enumerate(works):

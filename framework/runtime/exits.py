@@ -84,9 +84,8 @@ def _headline(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-_LESS_MEMORY = (
-    "less memory is needed with micro_batch_size=auto or a smaller one, trainer.activation_checkpointing=true, or parallel=fsdp"
-)
+_LESS_MEMORY = ("less memory is needed with a smaller micro_batch_size (auto finds one), "
+                "trainer.activation_checkpointing=true, or parallel=fsdp")  # fmt: skip
 
 
 _LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is )?(\w[^.]*)")
@@ -118,11 +117,12 @@ def _quotes_another(error: BaseException) -> bool:
 
 def lacks_memory(error: Exception) -> bool:
     """Return whether an error says that this process, or its device, has no memory left."""
-    names_it = type(error).__name__ == "OutOfMemoryError" or _ALLOCATOR.search(str(error)) is not None
-    return isinstance(error, MemoryError) or names_it
+    return any(isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(str(one))
+               for one in _chain(error, with_context=False))  # fmt: skip
 
 
-_ALLOCATOR = re.compile(r"DefaultCPUAllocator: can't allocate memory[^.]*")  # a RuntimeError
+_ALLOCATOR = re.compile(r"DefaultCPUAllocator: can't allocate memory[^.]*")
+_NO_MEMORY = re.compile(_ALLOCATOR.pattern + "|CUDA error: out of memory|STATUS_ALLOC_FAILED")  # in a RuntimeError
 
 
 def is_lost_peer(error: Exception) -> bool:

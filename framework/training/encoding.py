@@ -13,13 +13,16 @@ import torch
 def png_of_pixels(image: Any) -> bytes:
     """Return an image as PNG: (H, W), (C, H, W) or (H, W, C), or a batch (B, C, H, W) as a grid, with C 1, 3 or 4; or PIL's.
 
-    The values are uint8, or floats from 0 to 1 (others are cut).
+    The values are uint8, or floats from 0 to 1 (others are cut). If both ends of a shape may be C, an array has it last, and a
+    tensor first.
     """
     from torchvision.utils import save_image  # type: ignore[import-untyped]  # unannotated; needed for images only
 
     given = (image if isinstance(image, torch.Tensor) else torch.from_numpy(np.array(image))).detach()
     buffer = io.BytesIO()
-    pixels = given.movedim(-1, 0) if given.ndim == 3 and len(given) not in (1, 3, 4) else given
+    is_array = not isinstance(image, torch.Tensor)
+    is_last = given.ndim == 3 and (len(given) not in (1, 3, 4) or (is_array and given.shape[-1] in (1, 3, 4)))
+    pixels = given.movedim(-1, 0) if is_last else given
     is_image = pixels.ndim == 2 or (pixels.ndim in (3, 4) and pixels.shape[-3] in (1, 3, 4))
     if not is_image or not pixels.numel() or not (pixels.dtype == torch.uint8 or pixels.is_floating_point()):
         rule = "(H, W), (C, H, W), (H, W, C) or (B, C, H, W), with C 1, 3 or 4; uint8, or floats from 0 to 1"

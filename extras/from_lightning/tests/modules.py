@@ -417,6 +417,7 @@ class Pictures(VAE):
         board: Any = self.logger.experiment  # type: ignore[union-attr]
         if batch_idx == 0:
             board.add_image("val/input", x[:6].sigmoid(), self.global_step, dataformats="HW")
+            board.add_image("val/red", torch.tensor([1.0, 0.0, 0.0]).expand(4, 6, 3), dataformats="HWC")
             board.add_audio("val/sound", x[:1].tanh(), sample_rate=8000)
             board.add_text("val/story", f"{len(y)} points", global_step=self.current_epoch)
             for logger in self.loggers:

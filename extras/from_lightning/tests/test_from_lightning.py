@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
@@ -315,11 +316,13 @@ def test_what_a_module_gives_its_logger_is_media_of_the_run_or_refused_with_the_
     two = ["micro_batch_size=8", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
     pictures = finished(*RUN, f"task.module._target_={HERE}.Pictures", *two, root=tmp_path)
     found = {str(path.relative_to(pictures.directory / "media")) for path in pictures.directory.glob("media/**/*.*")}
-    ends = {"input": "png", "sound": "wav", "story": "txt", "pairs/0": "png", "pairs/1": "png", "pairs/caption": "txt",
+    ends = {"input": "png", "red": "png", "sound": "wav", "story": "txt", "pairs/0": "png", "pairs/1": "png", "pairs/caption": "txt",
             "curve": "png", "table": "csv"}  # fmt: skip
     assert found == {f"val/{name}/step_{step:08}.{end}" for name, end in ends.items() for step in (5, 10)}
     assert (pictures.directory / "media/val/story/step_00000010.txt").read_text() == "8 points"
     assert (pictures.directory / "media/val/table/step_00000010.csv").read_text() == "a,b\n1,x\n"
+    red = Image.open(pictures.directory / "media/val/red/step_00000010.png")
+    assert red.size == (6, 4) and red.getcolors() == [(24, (255, 0, 0))]
     again = command("mode=eval", f"run.dir={pictures.directory}", root=tmp_path)
     assert again.code == 0, again.output
     odd = command(*RUN, f"task.module._target_={HERE}.Pictures", "+task.module.odd=true", "rehearse=true", root=tmp_path)

@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework.modules.tensors import Tree, call, map_tensors
-from framework.modules.trace import Trace, copied_with, on_meta
+from framework.modules.trace import Trace, copied_with, on_meta, with_own_on_meta
 from framework.parallel.first_weights import fill
 
 
@@ -91,7 +92,7 @@ class Listed:
         if key not in self._shapes:
             for link in self._copies:
                 with torch.no_grad():
-                    value = call(link, value)
+                    value = with_own_on_meta(partial(call, link, value))
                 outputs.append(value)
             self._shapes[key] = outputs
         return self._shapes[key]
