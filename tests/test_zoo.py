@@ -32,7 +32,7 @@ PIPELINES = ("pipeline", "ddp+pp", "pp+fsdp+tp")
 ALONE = ("dp", "model-parallel")  # one process
 ALL = [strategy for strategy, *_ in STRATEGIES if strategy not in (*ALONE, *CONTEXTS, *PIPELINES)]
 NOT_IN_A_ROW = ["torchvision densenet", "codebook", "queue", "frozen part", "moe", "one moe", "hf mixtral",
-                "x-transformers", "lstm", "nn.MultiheadAttention"]  # fmt: skip
+                "x-transformers", "lstm"]  # fmt: skip
 REFUSED = {
     **{(model, strategy): "does not have mixers()" for model in (*IMAGES, *TOKENS) for strategy in CONTEXTS},
     **{(model, strategy): NO_ROW for model in NOT_IN_A_ROW for strategy in PIPELINES},
