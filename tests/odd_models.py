@@ -7,7 +7,7 @@ from framework.tasks.classification import Classification
 
 
 class Counted(nn.Module):
-    """A residual layer that follows the mean of what comes in, as normalisations do, and makes a tensor in torch's default dtype."""
+    """A residual layer that follows the mean of what comes in, as normalisations do."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Counted(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return x + torch.tanh(self.linear(x) + self.linear(torch.linspace(0, 1, x.shape[-1], device=x.device)))
+        return x + torch.tanh(self.linear(x))
 
 
 class Plain(nn.Module):
@@ -111,13 +111,15 @@ class Making(Plain):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for layer in self.layers:
-            x = layer(x + nn.functional.linear(torch.ones(x.shape[-1]) / 8, layer.linear.weight))
+            x = layer(x + nn.functional.linear(torch.ones(x.shape[-1], dtype=x.dtype) / 8, layer.linear.weight))
         return self.head(x)
 
 
 class MakingLoss(Classification):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, targets, weight=torch.linspace(1, 1, outputs.shape[1]), reduction="sum")
+        return nn.functional.cross_entropy(
+            outputs, targets, weight=torch.linspace(1, 1, outputs.shape[1], dtype=outputs.dtype), reduction="sum"
+        )
 
 
 class Unused(OneBlock):

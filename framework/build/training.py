@@ -144,7 +144,6 @@ class Builder:
             put_aside(module)
         bitwise = {"bitwise": self.micro_batch_size} if config.invariance == "bitwise" else {}
         built: Engine = component(config.parallel)(module, world=self.world, forward=forward, **bitwise)
-        built.use_default_dtype(precision.parameters)
         if config.trainer.sync_batchnorm and built.dp_size > 1:
             assert built.dp_size == self.world.world_size  # the preflight has refused other strategies
             synchronise(module, group=self.world.groups.new_group(), forward=forward)

@@ -70,12 +70,19 @@ def sketches(module: nn.Module) -> dict[str, Sketch]:
     return {name: sketch(tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED) or 1]) for name, tensor in plain.items()}
 
 
+def _player(build: Builder, source: Source, *, folder: Path) -> Player:
+    """Return a trainer in which code that names no dtype makes tensors in that of the weights: its run may be in float32."""
+    player = Player(build, sources={"train": source, "val": source}, folder=folder)
+    player.engine.use_default_dtype(build.precision.parameters)
+    return player
+
+
 def first_to_part(build: Builder, source: Source, *, folder: Path) -> tuple[int, bool]:
     """Return the step, of the first few, where the modules that two processes' samples enter differ most; and if they differ.
 
     Strategies differ in how they handle modules that a forward skips, at random or depending on its samples.
     """
-    player = Player(build, sources={"train": source, "val": source}, folder=folder)
+    player = _player(build, source, folder=folder)
     paths: list[list[nn.Module]] = []
     if isinstance(player.module, torch.jit.ScriptModule):
         return 0, False
@@ -104,7 +111,7 @@ def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> No
 
     Record the results in `seen`. With 0 updates, take as many as the model's size allows. Collective.
     """
-    player = Player(build, sources={"train": source, "val": source}, folder=folder)
+    player = _player(build, source, folder=folder)
     engine = player.engine
     step, following = player.begin(seen.first)
     for is_first in (True, False):
@@ -130,7 +137,7 @@ def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> No
         saved, step = player.save(), next(following)
         player.take(step)
         seen.restored.append(gradients_of(player))
-        again = Player(build.altered(), sources={"train": source, "val": source}, folder=folder)  # the first is used no more
+        again = _player(build.altered(), source, folder=folder)  # the first is used no more
         again.engine.warm_up()
         again.restore(saved)
         again.take(step)

@@ -18,7 +18,7 @@ from framework.engine.forward import Factor, Forward, counted, scaled
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, add
 from framework.modules.tensors import Tree, local
-from framework.modules.trace import example_of, with_own_on_meta
+from framework.modules.trace import example_of
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
@@ -210,7 +210,8 @@ class Pipeline:
         """Return a zero for each measured sum: every rank must know its name, but only the last stage measures it."""
         outputs = self._chain.outputs(micro_batch.inputs)[-1]
         on_meta = micro_batch.mapped(lambda tensor: torch.empty_like(tensor, device="meta"))
-        _, sums = with_own_on_meta(partial(self._forward.measured, outputs, on_meta, measure=measure))
+        with torch.device("meta"):  # also what the task makes itself
+            _, sums = self._forward.measured(outputs, on_meta, measure=measure)
         return {name: torch.zeros((), dtype=value.dtype, device=self._world.device) for name, value in sums.items()}
 
     # --- evaluation
