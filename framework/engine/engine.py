@@ -1,7 +1,6 @@
 """The Engine: a model under a strategy, which turns the micro-batches of a step into gradients, on any layout of ranks."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -107,13 +106,6 @@ class Engine:
         own = OwnSteps(self.forward, model, buffers, self.module, exchange=self._exchange, averaged=self._averaged)
         self._passes = own if self.forward.trains_by_step else plain
         self._measuring = own if self.forward.measures_by_step else plain
-
-    def use_default_dtype(self, dtype: torch.dtype) -> None:
-        """Let the code of the model and the task make new tensors in a dtype, if it names none, forward and backward."""
-        if dtype != torch.get_default_dtype():
-            for passes in {self._passes, self._measuring}:
-                for name in ("train", "evaluate", "outputs"):
-                    setattr(passes, name, _default_dtype(dtype)(getattr(passes, name)))
 
     def train(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         """Put into `.grad` the gradient of the global batch's mean loss, times `loss_scale`.
@@ -232,16 +224,6 @@ class Engine:
         for buffers, tensors, values in before:
             buffers.set(values, onto=tensors)
         return map_tensors(Tensor.detach, outputs)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def no_whole_outputs() -> Unfit:

@@ -71,10 +71,21 @@ def sketches(module: nn.Module) -> dict[str, Sketch]:
 
 
 def _player(build: Builder, source: Source, *, folder: Path) -> Player:
-    """Return a trainer in which code that names no dtype makes tensors in that of the weights: its run may be in float32."""
+    """Return a trainer. Code that names no dtype makes tensors in that of the weights, because the run may be in float32."""
     player = Player(build, sources={"train": source, "val": source}, folder=folder)
-    player.engine.use_default_dtype(build.precision.parameters)
+    in_dtype, engine = _default_dtype(build.precision.parameters), player.engine
+    engine.train, engine.evaluate = in_dtype(engine.train), in_dtype(engine.evaluate)  # type: ignore[method-assign]
     return player
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def first_to_part(build: Builder, source: Source, *, folder: Path) -> tuple[int, bool]:
