@@ -22,7 +22,7 @@ from framework.runtime.memory import available_memory, cpus
 from framework.runtime.problem import Problem
 
 _LIMIT_S = 120.0
-_FEWEST, _FEW, _MANY = 2, 8, 512  # samples in a micro-batch
+_FEWEST, _FEW, _MANY = 4, 8, 512  # samples in a micro-batch
 _FOR_ONE_THREAD = 2_000_000  # parameters
 _SMALL = {"compile": False, "sync_batchnorm": False, "profile": False, "max_steps": 100, "max_epochs": None, "log_every": 1}
 _SWITCH = "rehearse=false starts without a rehearsal"
