@@ -19,6 +19,7 @@ from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, N
 
 pytestmark = [needs_hosts, pytest.mark.timeout(300)]
 cluster = test_elastic.cluster
+WAITING_S = "1"  # of a step while another node is to join: the first must not end before, beside three other tests on two cores
 
 
 def one() -> Ended:
@@ -28,9 +29,7 @@ def one() -> Ended:
 def begun(cluster: Cluster, on: list[Host], *, before: Callable[[], None] = lambda: None) -> None:
     """Start a node on each host, in their order, and wait for a step of all. The first one serves the store."""
     began = time.time()
-    cluster.slow.write_text(
-        "1"
-    )  # the first node must not end before the last has joined, beside three other tests on two cores
+    cluster.slow.write_text(WAITING_S)
     for host in on:
         cluster.start(before=lambda host=host: (host.enter(), before())[0])
         wait_for_store(cluster)
@@ -87,6 +86,7 @@ def test_a_node_that_is_cut_off_from_the_store_ends_and_the_others_go_on_without
     with hosts(2, tmp_path) as on:
         begun(both, on, before=waits_at(tmp_path, *MOMENTS[moment]))
         wait_for((tmp_path / "there").exists, what=moment)
+        both.slow.write_text(WAITING_S)
         cut_at = time.time()
         on[1].down() if how == "link" else on[1].drop()
         (tmp_path / "cut").touch()
