@@ -10,7 +10,7 @@ from framework.config.targets import locate
 from framework.config.validation import validate
 from framework.launch.decision import print_problems
 from framework.runs.directory import RunDirectory
-from framework.runs.report import RunReader, count_states, find_runs, printable
+from framework.runs.report import RunReader, count_states, find_runs, printable, write_page
 from framework.runs.status import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
@@ -64,8 +64,6 @@ def _write_report(reader: RunReader, root: Path, *, every_s: float | None, is_qu
         LOGGER.warning("left out: %s", line)
     if not runs:
         return _no_run(root)
-    from framework.runs.report import write_page  # it imports numpy, which takes a tenth of a second
-
     target = root / "report.html"
     try:
         write_page(runs, left_out, target, title=f"Runs below {printable(str(root))}", every_s=every_s)

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import re
+import sys
 import time
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +17,6 @@ from itertools import islice
 from pathlib import Path
 from string import Template
 from typing import Any
-
-import numpy as np
 
 from framework.config.identity import is_below
 from framework.runs.compare import environment_of
@@ -292,6 +292,7 @@ def _content_of(run: ReportedRun, own: TextByKey, grids: dict[tuple[int, ...], i
 
 def _packed(series: Series, grids: dict[tuple[int, ...], int]) -> tuple[int, str]:
     """Return the index of a curve's steps, and its values in 32 bits: precise enough, in a third of the text."""
-    with np.errstate(over="ignore"):  # a too large value becomes infinite, and is not drawn
-        values = np.array(series.values, dtype="<f4")
+    values = array("f", series.values)  # a too large value becomes infinite, and is not drawn
+    if sys.byteorder == "big":
+        values.byteswap()
     return grids.setdefault(tuple(map(int, series.steps)), len(grids)), base64.b64encode(values.tobytes()).decode()
