@@ -45,7 +45,6 @@ from framework.runs.metrics_file import MACHINE  # noqa: E402
 NUM_STEPS, SAVE_EVERY, KILL_AFTER = 12, 5, 7  # an epoch has 4 steps
 COMMON = ["global_batch_size=12", "trainer.max_epochs=null", f"trainer.max_steps={NUM_STEPS}", "trainer.log_every=1",
           "trainer.eval_every=null", f"checkpoint.every={SAVE_EVERY}", "checkpoint.async_save=false"]  # fmt: skip
-WITH_LIGHTNING = {path.stem for path in (PROJECT / "with_lightning").glob("*.py")}
 STRATEGIES = ("ddp", "zero", "fsdp", "tensor", "pipeline")
 
 
@@ -116,9 +115,12 @@ class UnderLightning:
 
         class Note(L.Callback):
             def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
-                if number % trainer.accumulate_grad_batches == 0:
+                if (
+                    outputs and number % trainer.accumulate_grad_batches == 0
+                ):  # a step of the module's own ends with its last batch
                     losses.append(0.0)
-                losses[-1] += float(outputs["loss"])  # Lightning has divided it by the number of batches in a step
+                if outputs:
+                    losses[-1] += float(outputs["loss"])  # Lightning has divided it by the number of batches in a step
 
         class Loader:
             """A batch is fetched just before its step, because this seeds the draws of the step."""
@@ -284,16 +286,12 @@ def difference_from_lightning(name: str, *, folder: Path) -> Difference:
     return difference(Result.of(folder / "lightning"), Result.of(folder / "single"), idle=PROGRAMS[name].idle)
 
 
-def lines_of(name: str) -> list[int | None]:
-    """Count the lines of a program here (YAML and Python), in a plain loop and with Lightning; None: we have not written it.
-
-    A model that all need counts for all.
-    """
+def lines_of(name: str) -> list[int]:
+    """Count the lines of a program here (YAML and Python), in a plain loop and with Lightning, with a model that all need."""
     own = [PROJECT / "conf" / "experiment" / f"{name}.yaml", PROJECT / f"{name}.py"]
     ways = [own, *([PROJECT / folder / own[1].name] for folder in ("plain", "with_lightning"))]
     model = PROJECT / f"{name}_model.py"
-    found = [[num_lines(file) for file in files if file.exists()] for files in ways]
-    return [sum(counts) + (num_lines(model) if model.exists() else 0) if counts else None for counts in found]
+    return [sum(num_lines(file) for file in (*files, model) if file.exists()) for files in ways]
 
 
 def strategies_to_kill(name: str) -> list[str]:
@@ -312,11 +310,11 @@ def main() -> None:
     if options.lines:
         print("| program | lines here | lines of the plain loop | lines with Lightning |\n| --- | --- | --- | --- |")
         for name in options.names:
-            print(f"| {name} | {' | '.join(str(count or '') for count in lines_of(name))} |")
+            print(f"| {name} | {' | '.join(map(str, lines_of(name)))} |")
         return
     torch.set_num_threads(1)  # before the forks
     if options.lightning:
-        for name in filter(WITH_LIGHTNING.__contains__, options.names):
+        for name in options.names:
             with tempfile.TemporaryDirectory() as folder:
                 print(f"| {name} | {difference_from_lightning(name, folder=Path(folder))} |", flush=True)
         return
