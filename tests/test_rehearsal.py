@@ -122,7 +122,7 @@ FOUND = {
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
-    "statistics behind the blocks": ([*model("Statistics"), "parallel=pipeline", TWO], "parallel: 2 processes compute different results ... after two steps: the buffer mean differs by ..."),
+    "statistics behind the blocks": ([*model("Statistics"), "parallel=pipeline", TWO, "micro_batch_size=4"], "parallel: 2 processes compute different results ... after two steps: the buffer mean differs by ..."),
     "a split that draws without a seed": (users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit, own: true}"), "dataset: its val split has other samples each time it is loaded ... draw from torch"),
     "a training split that draws without a seed": (users("DrawnSplit own: true"), "dataset: its train split has other samples each time it is loaded ..."),
     "samples of a process": (users("OfProcess", "dataset.num_workers=2"), "dataset: its samples differ in loader processes ... dataset.num_workers=0"),
@@ -278,6 +278,8 @@ WARNED = {
     "a loss over pairs": (task("Coupled"), "task: ... neither the sum nor the mean ..."),
     "functional dropout": (model("Dropping"), "model: ... draws random numbers ..."),
     "an own normalisation": (model("Coupling"), "model: ... couples the samples ..."),
+    "own statistics": (model("Statistics"), "model: ... change its buffer mean ..."),
+    "statistics of a task": ([*model("Net"), "task._target_=tests.faulty.Centred"], "task: ... change its buffer center ..."),
 }
 
 

@@ -13,6 +13,7 @@ from framework.build.training import Builder
 from framework.config.code import own_modules
 from framework.data.loader import Loader
 from framework.data.order import Order, parts
+from framework.engine.forward import modules_of
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.structure import batch_dependent_layers, in_eval_mode
 from framework.modules.tensors import tensors_in
@@ -21,6 +22,7 @@ from framework.preflight.differences import same, untouched
 from framework.preflight.findings import Finding, Refused, blamed
 from framework.preflight.player import Player, in_whole_batches
 from framework.preflight.processes import data_ranks
+from framework.preflight.two_steps import Sketch, other_sketch, sketch
 from framework.training.plan import Plan
 
 KEYED = "from torch, numpy.random or random directly"  # the run seeds these generators
@@ -228,9 +230,15 @@ class Cutting:
         return found
 
     def _loss(self, micro_batches: Sequence[MicroBatch]) -> float:
+        return self._loss_and_buffers(micro_batches)[0]
+
+    def _loss_and_buffers(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Sketch]]:
+        """Return the loss of a step with these micro-batches, and what the step makes of the buffers; nothing is changed."""
         step = Step(0, sum(micro_batch.num_samples for micro_batch in micro_batches), list(micro_batches))
-        with untouched(self._player.module):
-            return float(self._player.gradients(step, index=0, measure=False)["loss"])
+        holders = [self._player.module, *modules_of(self._player.task).values()]
+        with untouched(*holders):
+            loss = float(self._player.gradients(step, index=0, measure=False)["loss"])
+            return loss, {name: sketch(buffer) for holder in holders for name, buffer in holder.named_buffers()}
 
     def _look_at_loss(self) -> list[Finding]:
         """Compare, in evaluation mode, the loss of some samples with the losses of their halves."""
@@ -248,17 +256,20 @@ class Cutting:
         return self._depends_on_cut("task", f"its loss of a batch{where} is neither the sum nor the mean of its halves' losses")
 
     def _look_at_training(self) -> list[Finding]:
-        """Warn of a training forward that draws, or that couples samples although no layer class shows it."""
+        """Warn of a training forward that draws, or that couples samples or counts them although no layer class shows it."""
         if not self._is_open or batch_dependent_layers(self._player.module):  # there is a warning about these anyway
             return []
         whole, *_ = self._samples.cut(self._size)
-        at_once, *others = (self._loss([whole._replace(number=number)]) for number in range(3))
-        if any(other != at_once for other in others):
+        (at_once, counted), *others = (self._loss_and_buffers([whole._replace(number=number)]) for number in range(3))
+        if any(other != at_once for other, _ in others):
             return self._depends_on_cut("model", "its training forward draws random numbers")
         parts = self._samples.cut(max(n for n in range(1, self._size) if self._size % n == 0))
-        in_parts = self._loss([part for part in parts if part.start < self._size])
+        in_parts, counted_in_parts = self._loss_and_buffers([part for part in parts if part.start < self._size])
         if abs(at_once - in_parts) > 1e-3 * abs(at_once):
             return self._depends_on_cut("model", "its training forward couples the samples of a micro-batch")
+        if name := other_sketch(counted, counted_in_parts):
+            key = "model" if name in dict(self._player.module.named_buffers()) else "task"
+            return self._depends_on_cut(key, f"in training, the samples of a micro-batch change its buffer {name}")
         return []
 
     def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
