@@ -379,6 +379,13 @@ class Coupled(Classification):
         return F.cross_entropy(outputs, targets, reduction="sum") + (outputs @ outputs.t()).tanh().sum()
 
 
+class Probing(Classification):
+    """Calls a layer alone, with numbers of float32."""
+
+    def measured(self, engine: Any) -> dict[str, float]:
+        return {"probe": float(engine.module.last(torch.ones(1, 12, dtype=torch.float32)).sum())}
+
+
 class Centred(nn.Module):
     """Keeps the mean of the outputs, as self-distillation does."""
 

@@ -296,6 +296,16 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
     assert said(finding) == Says(f"{expected} and their memory (set micro_batch_size to a number)")
 
 
+@pytest.mark.slow
+def test_what_does_not_run_in_float64_takes_its_steps_under_the_strategy_all_the_same() -> None:
+    warning, refusal = found([*task("Probing"), "parallel=fsdp", TWO])
+    assert not warning.refuses and said(warning) == Says(
+        "parallel: the strategy was not compared ... must have the same dtype ..."
+    )
+    assert refusal.refuses and said(refusal) == Says("parallel: a step in fp32 on 2 processes fails: ... (parallel=ddp)")
+    assert found([*task("Probing"), "parallel=ddp", TWO]) == [warning]
+
+
 DRAWING = {"model": model("AlwaysDropping"), "data": dataset("Shuffled"), "optimizer": optimizer("Langevin")}
 
 

@@ -27,7 +27,8 @@ class DataModule:
     num_workers: NotNegative = 0
 
     @cached_property
-    def _made(self) -> Any:
+    def made(self) -> Any:
+        """The LightningDataModule, which has prepared its data."""
         made = self.module()
         bases = [base for base in type(made).__mro__ if base.__module__.partition(".")[0] not in ("lightning", "torch")]
         own = {name for base in bases for name in vars(base)}
@@ -44,7 +45,7 @@ class DataModule:
     @cached_property
     def validations(self) -> list[Split]:
         """The names of the validation splits. This prepares the data."""
-        loaders = _loaders(self._made, "val") if self._has_own("val") else []
+        loaders = _loaders(self.made, "val") if self._has_own("val") else []
         return ["val", *(f"val.{number}" for number in range(1, len(loaders)))]
 
     def problems(self) -> list[str]:
@@ -52,7 +53,7 @@ class DataModule:
 
     def load(self, split: Split) -> Source:
         """Prepare the data, and load a split. ValueError for loaders that the run's order would change in another way."""
-        made = self._made
+        made = self.made
         if split == "test":
             made.setup("test")
         elif split.startswith("val.") and split not in self.validations:
@@ -69,13 +70,13 @@ class DataModule:
         return inputs, targets
 
     def _has_own(self, split: Split) -> bool:
-        return getattr(type(self._made), f"{split}_dataloader") is not _missing(split)
+        return getattr(type(self.made), f"{split}_dataloader") is not _missing(split)
 
     def _dataset(self, split: Split, number: int) -> Any:
         return self._loader(split, number).dataset
 
     def _loader(self, split: Split, number: int) -> Any:
-        loaders, key = _loaders(self._made, split), f"dataset.module: {split}_dataloader"
+        loaders, key = _loaders(self.made, split), f"dataset.module: {split}_dataloader"
         if len(loaders) != 1 and (split != "val" or not loaders):
             raise ValueError(f"{key} returns {len(loaders)} loaders (one; only val_dataloader may return several)")
         loader = loaders[number]

@@ -14,9 +14,25 @@ class Logger:
     def __init__(self, loop: Loop | None = None) -> None:
         self._loop = loop
 
+    name, version = "lightning_logs", 0
+
     @property
     def experiment(self) -> "Logger":
         return self
+
+    @property
+    def log_dir(self) -> str:
+        """A folder in the run's directory for files of the module's own; every rank may write there. mode=eval has none."""
+        if self._loop is None:
+            raise AttributeError("self.logger.log_dir: only a training run has a directory")
+        folder = self._loop.directory / self.name
+        folder.mkdir(exist_ok=True)
+        return str(folder)
+
+    save_dir = root_dir = log_dir
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Do nothing: every logger gets the whole configuration."""
 
     def __getattr__(self, name: str) -> Any:
         what = "media: log_image, log_table, log_text; experiment.add_image, add_images, add_figure, add_audio, add_text"

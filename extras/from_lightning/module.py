@@ -55,12 +55,18 @@ class FromTrainer:
     num_devices: int = 1
     accumulate_grad_batches: int = 1
     logger: Logger = field(default_factory=Logger)
+    default_root_dir: str = ""  # the directory of a training run
     callbacks: Sequence[Any] = ()
     model: Any = None  # the LightningModule
+    datamodule: Any = field(init=False)  # the LightningDataModule, in training
 
     @property
     def loggers(self) -> list[Logger]:
         return [self.logger]
+
+    @property
+    def log_dir(self) -> str:
+        return self.logger.log_dir
 
     @property
     def estimated_stepping_batches(self) -> int:

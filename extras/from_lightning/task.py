@@ -136,7 +136,9 @@ class Hooks:
         self._metrics = {name: part for name, part in loop.module.named_modules() if isinstance(part, Metric)}
         for metric in self._metrics.values():
             metric.process_group = loop.engine.data_group
-        trainer.logger = Logger(loop)
+        trainer.logger, trainer.default_root_dir = Logger(loop), str(loop.directory)
+        if (made := getattr(loop.dataset, "made", None)) is not None:
+            trainer.datamodule = made
         self._loop, self._initial = loop, plain_attributes(loop.module)
         self._call(loop, "on_fit_start", "on_train_start")
 

@@ -18,7 +18,7 @@ from framework.data.loader import as_tensors
 from framework.data.source import Dataset, Source
 from framework.modes.load_run import LoadedModel, load_run
 from framework.modules.pretrained import pretrained_part, write_pretrained
-from framework.modules.structure import batch_dependent_layers, freeze_parameters
+from framework.modules.structure import batch_norms, freeze_parameters
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.runtime.exits import Exit, Interrupted, Unfit
 from framework.runtime.files import flush_directory, make_directory, replacing, replacing_directory
@@ -65,7 +65,7 @@ def _require_pretrained(module: nn.Module, *, freeze: list[str]) -> None:
         path = pretrained_part(module)
     except ValueError as error:
         raise Unfit(f"export.formats: huggingface: {error}") from None
-    kinds = [kind for kind in batch_dependent_layers(module) if "BatchNorm" in kind]
+    kinds = sorted({type(layer).__name__ for layer in batch_norms(module)})
     if kinds and hasattr(module.get_submodule(path), "peft_config"):
         LOGGER.warning("export.formats: huggingface: training changes the statistics of %s, and no adapter contains them",
                        " and ".join(kinds))  # fmt: skip

@@ -10,7 +10,6 @@ from framework.config.folders import option_of
 from framework.config.period import Period
 from framework.data.stream import ENDLESS
 from framework.loggers.sink import RunInfo
-from framework.modules.structure import batch_dependent_layers
 from framework.runs.facts import say
 from framework.runs.provenance import Provenance
 from framework.runtime.log import LOGGER
@@ -56,13 +55,6 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
                     world.world_size, world.device.type, directory.path)  # fmt: skip
         say(_facts(trainer, build, places))
         _warn_of_low_rate(trainer)
-        kinds = batch_dependent_layers(trainer.engine.module)
-        if config.trainer.sync_batchnorm:
-            kinds = [kind for kind in kinds if "BatchNorm" not in kind]
-        is_auto = config.micro_batch_size == "auto"
-        if kinds and config.known_micro_batch_size is None and (is_auto or trainer.engine.mesh is not None):
-            LOGGER.warning("the model has %s: the results depend on the number of processes%s unless micro_batch_size is %s",
-                           " and ".join(kinds), " and their memory" * is_auto, "a number" if is_auto else "set")  # fmt: skip
     trainer.recorder.open(
         info,
         world_size=world.world_size,

@@ -13,10 +13,9 @@ from framework.runtime.torch_compiler import compile_into
 from framework.runtime.torch_internals import BATCH_NORMS, DROPOUTS
 
 
-def batch_dependent_layers(model: nn.Module) -> list[str]:
-    """Return the sorted kinds of layers that couple the samples of a micro-batch or draw random numbers for it."""
-    layers = [layer for layer in model.modules() if isinstance(layer, BATCH_NORMS) or (isinstance(layer, DROPOUTS) and layer.p)]
-    return sorted({type(layer).__name__ for layer in layers})
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that normalise over the samples of a micro-batch."""
+    return [layer for layer in model.modules() if isinstance(layer, BATCH_NORMS)]
 
 
 def only_dropouts(unit: nn.Module) -> list[nn.Module] | None:

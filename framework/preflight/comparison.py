@@ -70,69 +70,93 @@ def small_strategy(parallel: Node, *, num_processes: int) -> tuple[Node, int] | 
 
 def compare(build: Builder) -> list[Finding]:
     """Return why the run's strategy does not compute the same with this model as one process. `build` is a rehearsal's."""
-    config = build.config
-    found = small_strategy(config.parallel, num_processes=config.launch.most_processes)
-    if found is None:
-        return []
-    parallel, count = found
-    # arrays are loaded once, as in a run; any other source by each process: it may hold files, threads or connections
-    loaded = build.source("train")
-    source = loaded if dataclasses.is_dataclass(loaded) else None
-    double = config.precision.model_copy(update={"name": "fp64"})
-    # three micro-batches: two processes do not have as many, and one of them repeats one as padding
-    alone = build.altered(precision=double, global_batch_size=config.global_batch_size * 3 // 2, parallel=SINGLE)
-    (expected,) = _run(alone, source, count=1)
-    if expected.fault:  # for example a model that does not run in float64
-        what = f"the strategy was not compared with one process: a step in float64 fails there: {expected.fault}"
-        return [Finding("parallel", what, "a run starts without the comparison", refuses=False)]
+    found = small_strategy(build.config.parallel, num_processes=build.config.launch.most_processes)
+    return _Comparison(build, parallel=found[0], count=found[1]).findings() if found is not None else []
 
-    of_parts: list[Finding] = []
 
-    def fault(node: Node, alone: Builder = alone, expected: Seen = expected) -> str:
-        ranks = _run(alone.altered(parallel=node), source, count=count, like=expected)
-        of_parts.extend(rank.finding for rank in ranks[:1] if rank.finding is not None)
+class _Comparison:
+    """Two steps with a strategy on `count` processes, and on one process, in float64: rounding hides nothing there."""
+
+    def __init__(self, build: Builder, *, parallel: Node, count: int) -> None:
+        self._build, self._parallel, self._count, config = build, parallel, count, build.config
+        # arrays are loaded once, as in a run; any other source by each process: it may hold files, threads or connections
+        loaded = build.source("train")
+        self._source = loaded if dataclasses.is_dataclass(loaded) else None
+        double = config.precision.model_copy(update={"name": "fp64"})
+        # three micro-batches: two processes do not have as many, and one of them repeats one as padding
+        self._alone = build.altered(precision=double, global_batch_size=config.global_batch_size * 3 // 2, parallel=SINGLE)
+        (self._expected,) = _run(self._alone, self._source, count=1)
+        self._found = list[Finding]()  # beside the strategy's own fault
+
+    def findings(self) -> list[Finding]:
+        """Return the faults and warnings."""
+        what = ""
+        if self._expected.fault:  # for example a model that does not run in float64
+            why = f"the strategy was not compared with one process: a step in float64 fails there: {self._expected.fault}"
+            self._found.append(Finding("parallel", why, "a run starts without the comparison", refuses=False))
+        else:
+            what = self._fault(self._parallel)
+        if is_equal := not what:
+            inexact = {name: value for name, value in self._build.config.parallel.items() if self._parallel.get(name) is None}
+            what = self._failure(self._parallel | inexact)
+        found = [*self._found]  # what is tried below may find more
+        if what and not any(finding.refuses for finding in found):
+            found.append(self._explained(what, is_equal=is_equal))
+        return found
+
+    def _fault(self, node: Node, *, alone: Builder | None = None, expected: Seen | None = None) -> str:
+        """Return what a strategy computes otherwise than one process, or why it fails; "": neither."""
+        alone, expected = alone or self._alone, expected or self._expected
+        ranks = self._ranks(alone.altered(parallel=node), like=expected)
         if first := _first_fault(ranks):
             why = " (its samples do not all enter the same modules)" if expected.do_part else ""
-            return f"a step on {count} processes fails with this model{why}: {first}"
+            return f"a step on {self._count} processes fails with this model{why}: {first}"
         differing = difference(expected, ranks)
         if differing and any(map(other_column, ranks[0].rows, expected.rows)):
-            (again,) = _run(alone, source, count=1, like=expected)  # a column of a clock differs each time
+            (again,) = _run(alone, self._source, count=1, like=expected)  # a column of a clock differs each time
             differing = difference(expected, ranks, but_not=again)
-        return differing and f"{count} processes compute different results with this model than one process: {differing}"
+        return differing and f"{self._count} processes compute different results with this model than one process: {differing}"
 
-    def is_equal(changed: Builder) -> bool:
-        (computed,) = _run(changed, source, count=1)
-        return not computed.fault and not fault(parallel, changed, computed)
+    def _failure(self, node: Node) -> str:
+        """Return why a step in the run's own precision fails: what float64 makes equal may not be: a parameter, a cast."""
+        ranks = self._ranks(self._build.altered(parallel=node), like=Seen(num_updates=1))
+        if first := _first_fault(ranks):
+            return f"a step in {self._build.config.precision.name} on {self._count} processes fails: {first}"
+        if lost := _lost(ranks):
+            self._found.append(Finding("parallel", f"{self._count} processes {lost}", "parallel.hook=null"))
+        return ""
 
-    what = in_double = fault(parallel)
-    if not what:  # what float64 makes equal may not be: a float64 parameter, a cast
-        inexact = {name: value for name, value in config.parallel.items() if parallel.get(name) is None}
-        ranks = _run(build.altered(parallel=parallel | inexact), source, count=count, like=Seen(num_updates=1))
-        of_parts.extend(rank.finding for rank in ranks[:1] if rank.finding is not None)
-        first = _first_fault(ranks)
-        what = first and f"a step in {config.precision.name} on {count} processes fails: {first}"
-        if lost := "" if what else _lost(ranks):
-            return [*of_parts, Finding("parallel", f"{count} processes {lost}", "parallel.hook=null")]
-    if of_parts or not what:
-        return of_parts
-    watched = _run(alone.altered(parallel=parallel), source, count=count, like=expected, is_watched=True)
-    if asked := next((rank.asks for rank in watched if rank.asks), ""):
-        cure = "an option of that code that leaves the processes to the strategy, such as sync=false"
-        return [Finding("model", f"{what}; its own code asks torch.distributed: {asked}", cure)]
-    for name in config.part:
-        without = alone.altered(part={other: node for other, node in config.part.items() if other != name})
-        if is_equal(without):
-            return [Finding(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)]
-    own = [(_line(remedy), parallel | remedy) for remedy in _remedies(parallel)]
-    sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
-    if in_double and not config.optimizer.get("turns") and is_equal(sgd):
-        why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
-        return [Finding("optimizer", f"{what}; {why}", _cure([*own, *_others()], fault))]
-    one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})
-    if "DTensor" in what and not fault(parallel, one_unit):
-        cure = "model.parts.blocks=[], because its code uses the weights of a block outside the block's forward"
-        return [Finding("parallel", what, cure)]
-    return [Finding("parallel", what, _cure([*own, *_others()], fault))]
+    def _ranks(self, build: Builder, *, like: Seen, is_watched: bool = False) -> list[Seen]:
+        ranks = _run(build, self._source, count=self._count, like=like, is_watched=is_watched)
+        self._found.extend(rank.finding for rank in ranks[:1] if rank.finding is not None)
+        return ranks
+
+    def _is_equal(self, alone: Builder) -> bool:
+        (computed,) = _run(alone, self._source, count=1)
+        return not computed.fault and not self._fault(self._parallel, alone=alone, expected=computed)
+
+    def _explained(self, what: str, *, is_equal: bool) -> Finding:
+        """Return a fault with what causes it, and the remedy. `is_equal`: in float64 there is none."""
+        alone, parallel, config = self._alone, self._parallel, self._build.config
+        if self._expected.fault:
+            return Finding("parallel", what, _cure(_others(), self._failure))
+        watched = self._ranks(alone.altered(parallel=parallel), like=self._expected, is_watched=True)
+        if asked := next((rank.asks for rank in watched if rank.asks), ""):
+            cure = "an option of that code that leaves the processes to the strategy, such as sync=false"
+            return Finding("model", f"{what}; its own code asks torch.distributed: {asked}", cure)
+        for name in config.part:
+            if self._is_equal(alone.altered(part={other: node for other, node in config.part.items() if other != name})):
+                return Finding(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)
+        options = [*((_line(remedy), parallel | remedy) for remedy in _remedies(parallel)), *_others()]
+        sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
+        if not is_equal and not config.optimizer.get("turns") and self._is_equal(sgd):
+            why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
+            return Finding("optimizer", f"{what}; {why}", _cure(options, self._fault))
+        one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})
+        if "DTensor" in what and not self._fault(parallel, alone=one_unit):
+            cure = "model.parts.blocks=[], because its code uses the weights of a block outside the block's forward"
+            return Finding("parallel", what, cure)
+        return Finding("parallel", what, _cure(options, self._fault))
 
 
 def _cure(options: list[tuple[str, Node]], fault: Callable[[Node], str]) -> str:
@@ -168,12 +192,8 @@ def _line(options: Node) -> str:
 
 def _first_fault(ranks: list[Seen]) -> str:
     """Return the fault that has caused the others, or an empty text."""
-    return min((rank.fault for rank in ranks if rank.fault), key=_is_consequence, default="")
-
-
-def _is_consequence(fault: str) -> bool:
-    """Return whether a fault is only the consequence of another process's end."""
-    return fault.startswith("waits") or "Connection" in fault
+    is_consequence = lambda fault: fault.startswith("waits") or "Connection" in fault  # noqa: E731  # of another process's end
+    return min((rank.fault for rank in ranks if rank.fault), key=is_consequence, default="")
 
 
 # --- the processes

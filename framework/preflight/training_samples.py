@@ -15,7 +15,7 @@ from framework.data.loader import Loader
 from framework.data.order import Order, parts
 from framework.engine.forward import modules_of
 from framework.engine.seam import MicroBatch, Step
-from framework.modules.structure import batch_dependent_layers, in_eval_mode
+from framework.modules.structure import batch_norms, in_eval_mode
 from framework.modules.tensors import tensors_in
 from framework.optim.precision import PRECISIONS
 from framework.preflight.differences import same, untouched
@@ -257,8 +257,11 @@ class Cutting:
 
     def _look_at_training(self) -> list[Finding]:
         """Warn of a training forward that draws, or that couples samples or counts them although no layer class shows it."""
-        if not self._is_open or batch_dependent_layers(self._player.module):  # there is a warning about these anyway
+        if not self._is_open:
             return []
+        if self._of_run.trainer.sync_batchnorm:
+            for layer in batch_norms(self._player.module):
+                layer.eval()
         whole, *_ = self._samples.cut(self._size)
         (at_once, counted), *others = (self._loss_and_buffers([whole._replace(number=number)]) for number in range(3))
         if any(other != at_once for other, _ in others):
@@ -276,8 +279,12 @@ class Cutting:
         if not self._is_open:
             return []
         memory = " and their memory" * (self._of_run.micro_batch_size == "auto")
-        what = f"{what}, so the results depend on the number of processes{memory}"
-        return [Finding(key, what, "set micro_batch_size to a number" if memory else "set micro_batch_size", refuses=False)]
+        what, cure = f"{what}, so the results depend on the number of processes{memory}", "set micro_batch_size"
+        if memory:
+            cure = f"{cure} to a number"
+        elif any(layer.training for layer in batch_norms(self._player.module)):
+            cure = f"{cure}, or trainer.sync_batchnorm=true"
+        return [Finding(key, what, cure, refuses=False)]
 
 
 def place_of_loss(task: object) -> str:

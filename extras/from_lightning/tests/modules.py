@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -433,6 +434,8 @@ class Pictures(VAE):
         figure.subplots().plot([1, 2])
         self.logger.experiment.add_figure("val/curve", figure, self.global_step)  # type: ignore[union-attr]
         self.logger.log_table(key="val/table", columns=["a", "b"], data=[[1, "x"]])  # type: ignore[union-attr]
+        points = self.trainer.datamodule.val_dataloader().dataset  # type: ignore[attr-defined]
+        Path(self.logger.log_dir, "num_points").write_text(str(len(points)))  # type: ignore[union-attr, arg-type]
 
 
 class Named(Data):

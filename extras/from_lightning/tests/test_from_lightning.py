@@ -321,6 +321,7 @@ def test_what_a_module_gives_its_logger_is_media_of_the_run_or_refused_with_the_
     assert found == {f"val/{name}/step_{step:08}.{end}" for name, end in ends.items() for step in (5, 10)}
     assert (pictures.directory / "media/val/story/step_00000010.txt").read_text() == "8 points"
     assert (pictures.directory / "media/val/table/step_00000010.csv").read_text() == "a,b\n1,x\n"
+    assert (pictures.directory / "lightning_logs/num_points").read_text() == "24"
     red = Image.open(pictures.directory / "media/val/red/step_00000010.png")
     assert red.size == (6, 4) and red.getcolors() == [(24, (255, 0, 0))]
     again = command("mode=eval", f"run.dir={pictures.directory}", root=tmp_path)
