@@ -12,7 +12,6 @@ from tests.test_conformance import CASES, CONTEXTS, FOR_EXPERTS, RUN, SMALL, nam
 
 MODELS = ["OneBlock", "OwnParameters", "Woven", "Chained", "Unused", "Scalar"]
 LINE = [*RUN, *SMALL, "optimizer=adamw", "optimizer.lr=0.01", "trainer.ema_decay=0.8", "trainer.eval_every=3", "model.dim=12"]
-SHARDED = ("fsdp", "hsdp", "fsdp+tp", "fsdp+context", "pp+fsdp+tp")
 
 PAIRS = [case for case in CASES if case[1] <= 2]
 TAKES_NONE = {  # what a strategy asks and a model does not have
@@ -37,10 +36,6 @@ def refusal(strategy: str, model: str) -> str | None:
         asked = TAKES_NONE.get(strategy)
         if asked is not None:
             return f"parallel: {model} {asked}"
-    if model == "Scalar" and strategy in SHARDED:
-        return (
-            "parallel: the model's temperature is a number without dimensions, which FSDP cannot shard; give it the shape (1,)"
-        )
     if model == "Unused" and strategy in ("ddp", "zero", "ddp+mp", "auto"):
         return "parallel.find_unused_parameters: false, but the model's forward does not use spare.weight, spare.bias in every step"
     return None

@@ -172,11 +172,14 @@ class Layout:
         )  # fmt: skip
         fill(model, device=self.world.device, parameters_on=torch.device("cpu") if is_on_cpu else None)
         trail = Trail([*blocks, model], model)
+        scalars = [parameter for parameter in shard.scalars_of(model) if parameter.requires_grad]
+        group = group_over(self.mesh, *DATA_AXES, "context") if scalars else None
         model.set_reshard_after_backward(not keeps)  # type: ignore[operator]
 
         def finish() -> None:
             if keeps:
                 shard.reshard(model)
+            replica.sum_gradients(scalars, group=group)
             trail.end_step()
 
         is_each = self.options.get("reduce_every") is not None

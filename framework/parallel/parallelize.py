@@ -88,7 +88,8 @@ def problems(model: nn.Module, *, demands: Demands, **options: Any) -> list[str]
     if "pipeline" in axes:
         found += pipelines.problems(model, demands=demands, **options)
     if "shard" in axes:
-        found += shard.problems(model, prefetch=options.get("prefetch"))
+        holds_scalars = "pipeline" not in axes and not options.get("cpu_offload")
+        found += shard.problems(model, prefetch=options.get("prefetch"), holds_scalars=holds_scalars)
     if "tensor" in axes:
         found += tensor.problems(model, tensor=options["tensor"], sequence=options.get("sequence"))
     return found

@@ -38,14 +38,19 @@ class ShardOptions(TypedDict, total=False):
     cpu_offload: bool
 
 
-def problems(model: nn.Module, *, prefetch: int | None = None, **options: object) -> list[str]:
-    """Return why this model cannot be sharded."""
+def scalars_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters without dimensions: FSDP cannot shard them, so each process holds them."""
+    return [parameter for parameter in nn.Module.parameters(model) if parameter.ndim == 0]
+
+
+def problems(model: nn.Module, *, prefetch: int | None = None, holds_scalars: bool = True) -> list[str]:
+    """Return why this model cannot be sharded. `holds_scalars`: the other options allow parameters that are not sharded."""
     if prefetch is not None and prefetch < 1:
         return [f"parallel.prefetch: {prefetch} is not a number of blocks; take 1 or more, or null for the default of torch"]
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            return [f"the model's {name} is a number without dimensions, which FSDP cannot shard; give it the shape (1,), "
-                    "or take ddp or zero"]  # fmt: skip
+        if parameter.ndim == 0 and not holds_scalars:
+            return [f"the model's {name} is a number without dimensions, which FSDP can shard neither in a pipeline nor with "
+                    "parallel.cpu_offload; give it the shape (1,), or take fsdp, ddp or zero"]  # fmt: skip
         if not parameter.is_contiguous():
             return [f"the model's {name} is not contiguous in memory, which FSDP cannot shard; call contiguous() before it "
                     "becomes a parameter, or take ddp or zero"]  # fmt: skip
@@ -65,6 +70,7 @@ def shard_model(
     computed, summed = _DTYPES[options.get("param_dtype")], _DTYPES[options.get("reduce_dtype")]
     offload = CPUOffloadPolicy(pin_memory=on.type != "cpu") if options.get("cpu_offload") else OffloadPolicy()
     plain, policy = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=summed)
+    scalars = set(scalars_of(whole))
     for module in experts:
         copy_views(module)
         fully_shard(module, mesh=expert_mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=lambda _: Shard(1))
@@ -74,7 +80,7 @@ def shard_model(
         for part in [*(norm for norm in norms if not isinstance(norm, FSDPModule)), unit]:
             copy_views(part)
             frees = options.get("reshard_after_forward", True) and part is not model  # the backward pass starts with the rest
-            fully_shard(part, mesh=mesh, reshard_after_forward=frees, offload_policy=offload,
+            fully_shard(part, mesh=mesh, reshard_after_forward=frees, offload_policy=offload, ignored_params=scalars,
                         mp_policy=plain if part in norms else policy)  # fmt: skip
     without_averages(model)
     reshard_after_evaluation(model)

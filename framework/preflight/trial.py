@@ -38,13 +38,13 @@ class Trial:
         steps = self.samples.fetch(BEFORE + 1)
         validation, later = validation_tensors(self.build), self.samples.later()
         cutting = Cutting(self.build, self.samples, run=self.of_run)
-        cutting.look_at_smallest()
         first = Player(self.build, sources={"train": self.samples.source})
         self._require_drawn(first.module)
         self._look_at_kinds(first)
         with blamed("scheduler", "it fails", "see scheduler.*"):
             self._require_schedules(first.update)
         self._take_first(first, steps[0])
+        cutting.look_at_smallest()
         findings = cutting.look()
         for step in steps[1:BEFORE]:
             first.take(step)
