@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
 LOOP = ["trainer.max_epochs=null", "trainer.max_steps=24", "trainer.log_every=1", "trainer.eval_every=null",
         "checkpoint.every=6", "rehearse=false"]  # fmt: skip
 CONVOLUTIONS = ["dataset=digits", "model=cnn", "global_batch_size=64", *LOOP]
@@ -228,6 +230,21 @@ class Checks:
         """Compare the ResNet-50 recipe with a bare script."""
         return self._beside_bare("resnet50")
 
+    def airbench(self) -> str:
+        """Kill and continue the airbench recipe, and compare it with a bare script of the same method, on synthetic images."""
+        from benchmarks.airbench import write_images
+
+        data = self._folder / "airbench"
+        write_images(data / "cifar-10-batches-bin", num_train=50_000)
+        line = ["experiment=airbench", f"dataset.root={data}", *LOOP, "trainer.deterministic=true"]
+        whole, killed = self.run(base=line), self.run(base=line, kill_after=6)
+        self._same(whole, self.run(base=line, folder=killed.folder), what="killed and continued")
+        command = [sys.executable, "benchmarks/airbench.py", "--device", self._device]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Failed(f"beside the bare script: {done.stderr.strip()[-500:]}")
+        return f"the same bits after kill -9; {done.stdout.strip()}"
+
     def _beside_bare(self, name: str) -> str:
         plain, exact = self._recipe(name), self._recipe(name, "trainer.deterministic=true")
         rows = plain.rows[3:]
@@ -266,9 +283,10 @@ CHECKS = (
     "waits",
     "gpt2",
     "resnet50",
+    "airbench",
 )
 ON_CPU = ("bits", "strategies", "processes", "options", "rehearsal", "lengths")  # checks that a CPU can do
-TIMED = ("memory", "gpt2", "resnet50")  # checks that need the device for themselves
+TIMED = ("memory", "gpt2", "resnet50", "airbench")  # checks that need the device for themselves
 EXACT = (["parallel=single"], ["parallel=fsdp", "precision=bf16"], ["parallel=ddp", "precision=fp16"], ["optimizer=muon"],
          ["precision=bf16", "trainer.compile=true"], ["invariance=bitwise", "micro_batch_size=4"],
          ["parallel=ddp", "precision=bf16", "trainer.channels_last=true"])  # fmt: skip

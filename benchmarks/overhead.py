@@ -45,6 +45,13 @@ class StepTimes:
 
 def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
     """Return the seconds per step in the framework's own loop, which includes metrics.jsonl and rows every 10 steps."""
+    sink, total = StepTimes(), WARM_UP + num_steps
+    train_with(sink, overrides, num_steps=total)
+    return (sink.times[total - 10] - sink.times[WARM_UP]) / (total - 10 - WARM_UP)
+
+
+def train_with(sink: Any, overrides: list[str], *, num_steps: int, device: str = "cpu") -> None:
+    """Train in this process, without evaluations and checkpoints until the end. `sink` gets the rows too."""
     from framework import compose
     from framework.build.training import Builder
     from framework.distributed.world import World
@@ -52,18 +59,15 @@ def framework_step_s(overrides: list[str], *, num_steps: int) -> float:
     from framework.runtime.environment import Environment
 
     with tempfile.TemporaryDirectory() as folder:
-        total = WARM_UP + num_steps
-        overrides = [*overrides, f"run.dir={folder}", f"trainer.max_steps={total}", "trainer.max_epochs=null"]
+        overrides = [*overrides, f"run.dir={folder}", f"trainer.max_steps={num_steps}", "trainer.max_epochs=null"]
         config = compose(*overrides, "trainer.eval_every=null", "checkpoint.every=null")
-        world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None)
+        world = World.start(Environment.read(), backend="auto", timeout_s=60.0, scratch=None, device=device)
         trainer = Builder(config, world=world).trainer()
-        sink = StepTimes()
         trainer.recorder._sinks["times"] = sink  # in addition to the sink of every run, the console
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer.recorder.open(RunInfo(Path(folder), "id", "name", 0, total, config.plain()))
+            trainer.recorder.open(RunInfo(Path(folder), "id", "name", 0, num_steps, config.plain()))
             trainer.fit()
             trainer.recorder.close()
-    return (sink.times[total - 10] - sink.times[WARM_UP]) / (total - 10 - WARM_UP)
 
 
 def bare_step_s(overrides: list[str], *, num_steps: int, fused: bool) -> float:

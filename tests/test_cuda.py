@@ -14,6 +14,7 @@ from framework import compose
 from framework.build.training import Builder
 from framework.checkpoint.canonical import gathered, state_of
 from framework.checkpoint.saver import HostCopies
+from framework.data import loader as loader_module
 from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order
@@ -78,8 +79,9 @@ def on_both(**options: Any) -> list[Any]:
     return [batches(**options, device=device) for device in ("cpu", "cuda:0")]
 
 
-def batches(*, augment: bool, num_workers: int, device: str, is_plain: bool) -> list[Any]:
+def batches(*, augment: bool, num_workers: int, device: str, is_plain: bool, is_small: bool) -> list[Any]:
     """Return the inputs of three steps of two micro-batches, on the CPU, and what was counted while they were made."""
+    loader_module._MOST_ON_DEVICE = 1 << 28 if is_small else 0
     dataset = Digits(augment=augment, num_workers=num_workers)
     if not is_plain:
         transform = dataset.transform
@@ -257,13 +259,17 @@ def test_a_run_on_a_device_has_the_numbers_of_one_on_the_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_plain", [True, False], ids=["vectorised", "own transform"])
+@pytest.mark.parametrize(
+    ("is_plain", "is_small"), [(True, False), (True, True), (False, True)], ids=["vectorised", "small", "own transform"]
+)
 @pytest.mark.parametrize(("augment", "num_workers"), [(False, 0), (True, 2)])
-def test_batches_cross_the_bus_as_they_are_stored(augment: bool, num_workers: int, is_plain: bool) -> None:
-    (here, nothing), (there, counted) = call(on_both, augment=augment, num_workers=num_workers, is_plain=is_plain)
+def test_batches_cross_the_bus_as_they_are_stored(augment: bool, num_workers: int, is_plain: bool, is_small: bool) -> None:
+    """Samples of a small split are on the device already, and only their numbers cross the bus, as inputs and as targets."""
+    given: dict[str, Any] = {"augment": augment, "num_workers": num_workers, "is_plain": is_plain, "is_small": is_small}
+    (here, nothing), (there, counted) = call(on_both, **given)
     assert here == there and nothing["bytes"] == {}
     assert (counted["waits"], counted["races"]) == ({}, [])
-    image = 8 * 8 * (1 if is_plain else 4)  # uint8, or float32
+    image = 8 if is_plain and is_small else 8 * 8 * (1 if is_plain else 4)  # uint8, or float32
     draws = 3 * 8 if augment and is_plain else 0
     assert counted["bytes"]["to the device"] == 3 * 16 * (image + 8 + draws)
 

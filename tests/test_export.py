@@ -25,7 +25,8 @@ RUN = ["global_batch_size=14", "trainer.max_epochs=null", "trainer.max_steps=2",
        "checkpoint.every=null", "optimizer.lr=0.05", "trainer.ema_decay=0.8", "scheduler.warmup_steps=1"]  # fmt: skip
 KINDS = {name: line for name, line in MODELS.items() if name != "torchvision's resnet18"}
 KINDS |= {"resnet": [*SMALL, "model=resnet"], "torchvision": [*IMAGES, "dataset.image_size=32", "model=torchvision",
-                                                             "model.name=resnet18"]}  # fmt: skip
+                                                             "model.name=resnet18"],
+          "airbench": [*IMAGES, "dataset.image_size=32", "model=airbench", "model.widths=[4,8]"]}  # fmt: skip
 
 
 def run(kind: str) -> Ended:

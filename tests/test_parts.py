@@ -120,7 +120,8 @@ def test_a_part_ends_a_run_at_the_same_step_on_any_number_of_processes(ranks: in
     ]  # fmt: skip
     ended = finished(*line, root=tmp_path / "runs")
     assert ended.summary["step"] == 2 and "it is good enough" in ended.output, ended.output
-    assert [row["split"] for row in ended.rows if row["split"] != "train"] == ["val", "test"]
+    evaluated = [row for row in ended.rows if row["split"] != "train"]
+    assert [(row["split"], row["double_loss"] / row["loss"]) for row in evaluated] == [("val", 2), ("test", 2)]
 
 
 def test_texts_are_written_alike_by_any_strategy(tmp_path: Path) -> None:

@@ -55,10 +55,12 @@ class Recipe:
 
 FILES = ", ".join([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"])
 SOURCE = "image-net.org/download: the images of ILSVRC 2012 in train/CLASS and val/CLASS, and val linked as test, or a tenth of train is kept for that"
+NO_CIFAR = f"dataset.root: {FILES} not in {{0}}/cifar-10-batches-bin (dataset.download=true)"
 RECIPES = {
+    "airbench": Recipe(write_cifar, NO_CIFAR, ["model.widths=[4,6,6]", "optimizer.sgd_lr=2.0", "global_batch_size=8"]),
     "cifar10_resnet": Recipe(
         write_cifar,
-        f"dataset.root: {FILES} not in {{0}}/cifar-10-batches-bin (dataset.download=true)",
+        NO_CIFAR,
         ["dataset.num_val=8", "global_batch_size=4", "micro_batch_size=2"],
     ),
     "imagenet_resnet50": Recipe(

@@ -1,12 +1,13 @@
 """The way from the order of samples to this rank's micro-batches, as tensors on its device, for each split of a dataset."""
 
+import inspect
 import multiprocessing
 import signal
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.synchronize import Semaphore
 from typing import Any
 
@@ -27,6 +28,7 @@ from framework.runtime.forks import begin_child
 from framework.runtime.preemption import SIGNALS
 from framework.runtime.torch_internals import kill_loader, report_what_cannot_be_sent, shut_down_loader
 
+_MOST_ON_DEVICE = 1 << 28  # bytes of the inputs of a split; CIFAR-10 has 154 MB
 _FORK_S = 5.0  # a new process that has done nothing for so long hangs
 
 
@@ -51,9 +53,11 @@ class Loader:
     def __post_init__(self) -> None:
         transforms_anywhere = is_vectorised(self.dataset.transform) and self.batch_transform is None
         self._later = transforms_anywhere and self.device.type == "cuda"  # whether a batch is transformed on the model's device
+        self._is_small = self._later and type(self.source) is Arrays and self.source.inputs.nbytes <= _MOST_ON_DEVICE
         needs_none = transforms_anywhere and is_in_memory(self.source)
         self.num_workers = 0 if needs_none else int(getattr(self.dataset, "num_workers", 0))
         self.is_augmented = bool(getattr(self.dataset, "augment", True))
+        self._knows_epochs = "sample_keys" in inspect.signature(self.dataset.transform).parameters
         self._may_draw = self.batch_transform is not None or not draws_nothing(self.source, self.dataset.transform)
         self._knows_targets = self.dp_size > 1 and not self._may_draw and type(self.source) is Arrays  # those of all ranks
         self._running: weakref.WeakSet[Iterator[Step | RunEnded]] = weakref.WeakSet()
@@ -126,10 +130,14 @@ class Loader:
         if self._may_draw:
             seed_generators(key(self.order.seed, at[0], start, part.number))
         numbers = getattr(self.source, "stored", lambda samples: samples)(samples).tolist()
-        gathered: Any = self.source.gather(samples) if one_by_one is None else self._collated(fetched, numbers)
+        gather = self.source.gather if not self._is_small else lambda numbers: (numbers, numbers)  # the device has them
+        gathered: Any = gather(samples) if one_by_one is None else self._collated(fetched, numbers)
         augment_keys = keys(self.order.seed, "augment", epoch, draws) if is_training and self.is_augmented else None
+        drawn: dict[str, Any] = {"keys": augment_keys}
+        if is_training and self._knows_epochs:
+            drawn |= {"epoch": epoch, "sample_keys": keys(self.order.seed, "augment in all epochs", 0, samples)}
         inputs, targets = map(as_tensors, gathered)
-        stored = MicroBatch(part.number, inputs, targets, len(samples), part.start, keys=augment_keys,
+        stored = MicroBatch(part.number, inputs, targets, len(samples), part.start, drawn=drawn,
                             samples=numbers, split=self.split)  # fmt: skip
         return stored if self._later else self._transformed(stored, is_training=is_training)
 
@@ -143,10 +151,19 @@ class Loader:
             raise ValueError(f"{who}: {type(error).__name__}: {error}") from error
 
     def _transformed(self, stored: MicroBatch, *, is_training: bool) -> MicroBatch:
-        inputs, targets = self.dataset.transform(stored.inputs, stored.targets, keys=stored.keys)
+        if self._is_small:
+            inputs, targets = self._on_device
+            stored = stored._replace(inputs=inputs[stored.inputs], targets=targets[stored.targets])
+        inputs, targets = self.dataset.transform(stored.inputs, stored.targets, **stored.drawn)
         if is_training and self.batch_transform is not None:
             inputs, targets = self.batch_transform(inputs, targets)
-        return stored._replace(inputs=inputs, targets=targets, keys=None).mapped(self._as_computed)
+        return stored._replace(inputs=inputs, targets=targets, drawn={}).mapped(self._as_computed)
+
+    @cached_property
+    def _on_device(self) -> tuple[Tensor, Tensor]:
+        """The samples of a small split, on the stream that uses them."""
+        assert type(self.source) is Arrays
+        return torch.tensor(self.source.inputs, device=self.device), torch.tensor(self.source.targets, device=self.device)
 
     def _as_computed(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or (tensor.dtype == self.dtype and not self.channels_last):

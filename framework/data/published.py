@@ -51,7 +51,7 @@ class _Published(Images):
             return Arrays(images, labels)
         if self.num_val >= len(images):
             raise ValueError(f"dataset.num_val={self.num_val}: must be below the {len(images)} images of the training set")
-        part = slice(None, -self.num_val) if split == "train" else slice(-self.num_val, None)
+        part = slice(None, len(images) - self.num_val) if split == "train" else slice(len(images) - self.num_val, None)
         return Arrays(images[part], labels[part])
 
     @abstractmethod

@@ -121,6 +121,8 @@ class Dataset(Protocol):
         """Turn a gathered batch into the model's inputs and targets.
 
         keys: uint64 (B,), one per sample; all randomness of that sample's augmentation comes from its key. None in evaluation.
+        With the further arguments `epoch: int = 0` and `sample_keys: np.ndarray | None = None`, it also gets, in training, the
+        number of the epoch, and a key for each sample that is the same in all epochs.
         """
         ...
 

@@ -1,10 +1,9 @@
 """What the loop, the tasks and the strategies give each other: micro-batches, steps, sums, and what a run demands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from framework.engine.sums import Number, Value
@@ -20,7 +19,7 @@ class MicroBatch(NamedTuple):
     num_samples: int
     start: int  # the index of its first sample in the global batch
     is_padding: bool = False  # has weight zero: it lets every rank run the same collectives
-    keys: np.ndarray | None = None  # for the augmentation of its samples, until the augmentation is done
+    drawn: Mapping[str, Any] = {}  # the arguments of the dataset's transform, until it is done
     samples: Sequence[int] = ()  # their numbers in the stored data, for messages
     split: str = ""
     weight: Number | None = None  # of its loss, if the task tells it before the forward

@@ -208,6 +208,17 @@ class FusedSGD(torch.optim.SGD):
             )
 
 
+def orthogonalised(matrix: Tensor, *, num_iterations: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Return roughly the nearest (semi-)orthogonal matrix: after five iterations, its singular values are from 0.7 to 1.2."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = (matrix / (matrix.norm() + 1e-7)).to(dtype or matrix.dtype)
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    for _ in range(num_iterations):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype).contiguous()
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum orthogonalised by a Newton-Schulz iteration; AdamW for parameters that are not hidden matrices.
 
@@ -216,9 +227,6 @@ class Muon(torch.optim.Optimizer):
     Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers". The scale 0.2 sqrt(max(rows, columns)), with which
     Muon can use AdamW's learning rates and decay, is from Liu et al. 2025, "Muon is scalable for LLM training".
     """
-
-    _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-    _NUM_ITERATIONS = 5
 
     def __init__(self, groups: list[dict[str, Any]], *, dtype: torch.dtype | None = None) -> None:
         """Make the optimizer of `groups`: torch's groups, each with its `kind` (muon or adamw) and all options of that kind."""
@@ -266,14 +274,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(buffer, momentum)  # Nesterov
 
     def _orthogonalise(self, matrix: Tensor) -> Tensor:
-        """Return an approximation of the nearest (semi-)orthogonal matrix: its singular values are between 0.7 and 1.2."""
-        a, b, c = self._COEFFICIENTS
-        x = (matrix / (matrix.norm() + 1e-7)).to(self._dtype or matrix.dtype)
-        x = x.T if matrix.shape[0] > matrix.shape[1] else x
-        for _ in range(self._NUM_ITERATIONS):
-            gram = x @ x.T
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype).contiguous()
+        return orthogonalised(matrix, dtype=self._dtype)
 
     def _adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         for parameter in parameters:

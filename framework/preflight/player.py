@@ -166,9 +166,12 @@ class Player:
     def _log(self, row: Row) -> None:
         self.rows.append({name: value for name, value in row.items() if name not in MACHINE})
 
-    def _call_parts(self, split: str, row: Mapping[str, Any]) -> None:
+    def _call_parts(self, split: str, row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        columns: list[tuple[str, dict[str, Any]]] = []
         for share in self._shares:
-            self._evaluated(split, {n: value * share if isinstance(value, float) else value for n, value in row.items()})
+            shown = {name: value * share if isinstance(value, float) else value for name, value in row.items()}
+            columns = self._evaluated(split, shown)
+        return columns
 
     @contextmanager
     def _blamed(self, split: str, of_model: tuple[str, str] = _STEP_FAILS) -> Iterator[None]:

@@ -39,7 +39,7 @@ class Trial:
         validation, later = validation_tensors(self.build), self.samples.later()
         cutting = Cutting(self.build, self.samples, run=self.of_run)
         first = Player(self.build, sources={"train": self.samples.source})
-        self._require_drawn(first.module)
+        self._require_drawn(first)
         self._look_at_kinds(first)
         with blamed("scheduler", "it fails", "see scheduler.*"):
             self._require_schedules(first.update)
@@ -76,8 +76,10 @@ class Trial:
             what = "it has other rates each time: it draws random numbers, or depends on the time"
             raise Refused("scheduler", what, "a function of the step alone")
 
-    def _require_drawn(self, module: nn.Module) -> None:
+    def _require_drawn(self, player: Player) -> None:
         """Refuse a model that is different each time it is built."""
+        may_be_set = any(hasattr(part, "begun") for part in player.parts.by_name.values())  # by a part, from the data
+        module = self.build.model() if may_be_set else player.module
         if name := other_sketch(sketches(module), sketches(self.build.model())):
             what = f"its constructor makes another {name} each time: it draws from its own generator, or counts"
             raise Refused("model", what, f"draw {KEYED}, which the run seeds, or seed the generator")

@@ -246,7 +246,7 @@ class Trainer:
                 remark = ", or no target has a weight" if weight_of("loss") in sums else ""
                 raise Diverged(f"the {split} loss of step {self.progress.step} is not finite{remark}")
             row = combined(*self.tracker.columns(split, means, step=self.progress.step), *observed)
-            self.parts.evaluated(split, row)
+            row = combined(("", row), *self.parts.evaluated(split, row))
         self.speed.enter("loop")
         self.record(row)
 

@@ -1,7 +1,7 @@
 """Parts of a run: objects of the user that the loop calls at named moments."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -88,11 +88,15 @@ class LoopParts:
         self._each("step_taken")
 
     def columns(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the columns that each part adds to a training row, with the part's key. Unfit if a value is not a number."""
+        """Return the columns that each part adds to a training row, with the part's key."""
+        return self._columns("row", self._each("row"))
+
+    def _columns(self, moment: str, returned: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
+        """Return what the parts have returned at a moment as columns. Unfit if a value is not a number."""
         found: list[tuple[str, dict[str, Any]]] = []
-        for (part, _), columns in zip(self._at["row"], self._each("row")):
+        for (part, _), columns in zip(self._at[moment], returned):
             found.append((f"part.{part}", {}))
-            for column, value in columns.items():
+            for column, value in (columns or {}).items():
                 value = value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
                 if not isinstance(value, (bool, int, float, list, type(None))) or (
                     isinstance(value, list) and not all(isinstance(item, (int, float, list)) for item in value)
@@ -122,12 +126,14 @@ class LoopParts:
         self.loop.split = split
         self._each("evaluating", split)
 
-    def evaluated(self, split: str, row: Mapping[str, Any]) -> None:
-        """Call the parts after a split has been measured; the evaluated weights are still in place."""
-        if self._at["evaluated"]:
-            with in_eval_mode(self.loop.module):
-                self._each("evaluated", split, row)
-            self._agree()
+    def evaluated(self, split: str, row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """Call the parts after a split has been measured, with the evaluated weights in place. Return the columns they add."""
+        if not self._at["evaluated"]:
+            return []
+        with in_eval_mode(self.loop.module):
+            returned = self._each("evaluated", split, row)
+        self._agree()
+        return self._columns("evaluated", returned)
 
     def saving(self) -> None:
         self._each("saving")

@@ -33,6 +33,14 @@ class OwnDigits(Digits):
         return super().transform(inputs, targets, keys=keys)
 
 
+class OfEpochs(Digits):
+    """Its inputs are the epoch, and its targets the keys of the samples for all epochs."""
+
+    def transform(self, inputs: Tensor, targets: Tensor, *, keys: Any, epoch: int = -1, sample_keys: Any = None) -> Any:
+        of_all = torch.zeros(len(targets)) if sample_keys is None else torch.from_numpy(sample_keys.view(np.int64))
+        return torch.full((len(targets),), epoch), of_all
+
+
 def loader(*, num_workers: int = 0, augment: bool = True, kind: type[Digits] = OwnDigits, **options: Any) -> Loader:
     return loader_of(kind(augment=augment, num_workers=num_workers), **options)
 
@@ -63,6 +71,17 @@ def assert_same_steps(mine: list[Step], other: list[Step]) -> None:
         assert len(one.micro_batches) == len(two.micro_batches)
         for pair in zip(one.micro_batches, two.micro_batches):
             assert_same(*pair)
+
+
+def test_a_transform_can_know_the_epoch_and_a_key_of_each_sample_for_all_epochs() -> None:
+    found: dict[int, set[int]] = {}
+    for step in islice(loader(kind=OfEpochs).train(0), 2 * 79):
+        for batch in step.micro_batches:
+            assert (batch.inputs == step.epoch).all()
+            for sample, key in zip(batch.samples, batch.targets.tolist()):
+                found.setdefault(sample, set()).add(key)
+    assert len(found) == len(set.union(*found.values())) == NUM_SAMPLES, "one key each, and no two alike"
+    assert (next(loader(kind=OfEpochs, split="val").evaluate()).micro_batches[0].inputs == -1).all()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
