@@ -73,6 +73,7 @@ MALFORMED: dict[str, list[str]] = {
     "logger.tensorboard=3": ["logger.tensorboard: 3 is not valid (keys, as in logger=tensorboard)"],
     "seed={a:1}": ["seed: {a: 1} is not valid (an integer)"],
     "seed.x=1": ["seed.x: unknown key (seed holds a value, not keys)"],
+    "dataset=map_style dataset.train._target_=tests.faulty_data.Points dataset.val.noisy=my.Points": ["dataset.val.noisy: unknown key (dataset.val holds a value, not keys; did you mean dataset.val.noisy._target_=my.Points?)"],
     # wrong types
     "seed=abc": ["seed: 'abc' is not valid (an integer)"],
     "global_batch_size=12.0": ["global_batch_size: 12.0 is not valid (an integer; did you mean 12?)"],

@@ -180,7 +180,8 @@ def apply(config: DictConfig, override: Override) -> list[Problem]:
     for depth in range(1, len(sections)):
         above = ".".join(sections[:depth])
         if _holds_value(config, above):
-            return [Problem(key, "unknown key", f"{above} holds a value, not keys")]
+            close = _class_meant(key, str(value)) if _is_empty(config, above) else ""
+            return [Problem(key, "unknown key", f"{above} holds a value, not keys" + (f"; {close}" if close else ""))]
     is_section = OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))
     if is_section and not isinstance(value, dict):
         expected, close = f"a section, whose keys are set as in {key}.KEY=VALUE", option_meant(str(value), key, ())
