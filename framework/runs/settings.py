@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from framework.config.code import prefixes
 from framework.config.folders import parse_yaml
 from framework.config.identity import execution_keys, is_below, leaves
 
@@ -26,8 +28,15 @@ def settings_of(config: dict[str, Any]) -> TextByKey:
 
 def text_of(value: Any) -> str:
     """Return a value in YAML's form, in which different values have different texts."""
+    return _known_text(value) if value is None or isinstance(value, (str, int)) else _text(value)
+
+
+def _text(value: Any) -> str:
     text: str = yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=_WIDEST, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+_known_text = lru_cache(maxsize=1 << 14, typed=True)(_text)  # thousands of runs have the same words
 
 
 def with_options(configs: Sequence[TextByKey]) -> list[TextByKey]:
@@ -81,8 +90,8 @@ def differences(paths: Iterable[Path]) -> dict[Path, str]:
     beside = defaultdict[Path, dict[Path, TextByKey]](dict)
     for path in paths:
         config = read_config(path) or {}
-        hidden = (*execution_of(config), "hash")
-        values = {key: _as_word(text) for key, text in settings_of(config).items() if not is_below(key, hidden)}
+        hidden = execution_of(config) | {"hash"}
+        values = {key: _as_word(text) for key, text in settings_of(config).items() if hidden.isdisjoint(prefixes(key))}
         beside[path.parent][path] = values
     found = dict[Path, str]()
     for runs in beside.values():
