@@ -25,12 +25,15 @@ def words_of(given: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
                 words += _overrides(key, value)
             elif key == "dataset":
                 words += _of_data(value, held)
-            elif key in ("model", "task", "optimizer"):
+            elif key in ("model", "task", "optimizer") or (key == "scheduler" and callable(value)):
                 held[key] = value
                 words.append(f"{key}._target_={__name__}.held_{key}")
             else:
                 what = f"a {type(value).__name__} is not a value of this key"
-                raise ValueError(f"{what} (an object can be a model, a dataset, a task or an optimizer)")
+                raise ValueError(
+                    f"{what} (an object can be a model, a dataset, a task, an optimizer, or a function "
+                    "of it that returns its scheduler)"
+                )
             if key == "optimizer":
                 _require_whole(value, given.get("model"))
         except ValueError as error:
@@ -142,6 +145,11 @@ def held_optimizer(parameters: Iterable[Any]) -> Any:
         return given(parameters)
     known, group = inspect.signature(type(given)).parameters, given.param_groups[0]
     return type(given)(parameters, **{name: group[name] for name in known if name in group and name != "params"})
+
+
+def held_scheduler(optimizer: Any) -> Any:
+    """Return the scheduler of this optimizer, as a class or function makes it."""
+    return _held("scheduler")(optimizer)
 
 
 class LossFunction:

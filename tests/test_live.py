@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from framework import ConfigurationError, compose, load, run
+from framework import ConfigurationError, RunFailed, compose, load, run
 from framework.config.folders import ROOT
 from tests.harness import typed
 
@@ -27,13 +27,15 @@ def network(width: int = 8) -> nn.Module:
         return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1)).double()
 
 
-def by_hand(steps: int = 12) -> nn.Module:
+def by_hand(steps: int = 12, *, gamma: float = 1.0) -> nn.Module:
     net, (inputs, targets) = network(), data()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.8, 0.99))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
     for _ in range(steps):
         optimizer.zero_grad()
         nn.functional.mse_loss(net(inputs), targets).backward()
         optimizer.step()
+        scheduler.step()
     return net
 
 
@@ -72,6 +74,19 @@ def test_a_draft_of_objects_computes_what_the_loop_by_hand_does(kind: str, tmp_p
         assert_equal_models(net, by_hand())
         assert_equal_models(load(done.directory), net)
         assert done.directory.name == "draft" and done.summary["status"] == "finished"
+
+    in_a_program(program, tmp_path)
+
+
+def test_a_scheduler_is_a_function_of_the_optimizer(tmp_path: Path) -> None:
+    def program() -> None:
+        net = network()
+        given: Any = {"dataset": SAMPLES, "task": nn.MSELoss(), "optimizer": OPTIMIZERS["a function"](net)}
+        given |= KEYS | {"scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+        with pytest.raises(RunFailed, match="exit 78"):  # scheduler.every is missing
+            run(model=net, **given)
+        run(model=net, **given, **{"scheduler.every": "step"})
+        assert_equal_models(net, by_hand(gamma=0.9))
 
     in_a_program(program, tmp_path)
 
