@@ -108,10 +108,10 @@ def compose(*overrides: str, **keys: Any) -> RunConfig:
 def run(*overrides: str, **keys: Any) -> Run:
     """Do what `steadfast OVERRIDES` does, in this process and its children, and return the run.
 
-    `keys` are overrides too: `trainer={"max_steps": 20}`, `parallel="ddp"`. A model, a dataset, a task, an optimizer and a scheduler
-    may be objects (framework/live.py). Such a run is a draft; at its end, the model has the trained weights. Main thread only. A run
-    that has finished already is returned unchanged. A run that a signal has stopped is returned with the status `preempted`,
-    and the same call continues it. Raise ConfigurationError if the configuration is wrong, and RunFailed if the run fails.
+    `keys` are overrides too: `trainer={"max_steps": 20}`, `parallel="ddp"`. Components may be objects (framework/live.py). Such
+    a run is a draft; at its end, the model has the trained weights. Main thread only. A run that has finished already is
+    returned unchanged. A run that a signal has stopped is returned with the status `preempted`, and the same call continues it.
+    Raise ConfigurationError if the configuration is wrong, and RunFailed if the run fails.
     """
     config = compose(*overrides, **keys)
     if not MODES[config.mode].worker:
