@@ -161,28 +161,34 @@ def test_a_scheduler_that_follows_a_metric_does_what_it_does_under_lightning(tmp
     assert_same_bits(finished(*line("Classifier"), *own, "checkpoint.every=6", root=tmp_path), ended)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", ["Classifier", "GAN", "Teacher", "Habits"])
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(("name", "strategy"), [
+    ("Classifier", "fsdp"), ("GAN", "ddp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
+    ("Classifier", "ddp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
+])  # fmt: skip
 def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_path: Path) -> None:
     two = [*line(name, "micro_batch_size=3", "checkpoint.every=3"), f"parallel={strategy}", "launch.nproc_per_node=2"]
     assert command(*two, "launch.max_restarts=0", root=tmp_path, before=after_step(8, crash)).code != 0
     assert_close(finished(*two, root=tmp_path), once(*line(name, "micro_batch_size=3", "checkpoint.every=3")))
 
 
-@pytest.mark.parametrize("module", ["Classifier", "Predicting"])
-def test_a_prediction_is_what_the_predict_step_returns_or_without_one_the_forward(module: str, tmp_path: Path) -> None:
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("module", "ranks"), [("Classifier", 1), ("Predicting", 2), ("Classifier", 2), ("Predicting", 1)])
+def test_a_prediction_is_what_the_predict_step_returns_or_without_one_the_forward(
+    module: str, ranks: int, tmp_path: Path
+) -> None:
     trained = finished(*line("Classifier"), f"task.module._target_={HERE}.{module}", "trainer.max_epochs=1", root=tmp_path)
-    for more in ([], ["parallel=ddp", "launch.nproc_per_node=2"]):
-        done = command("mode=predict", f"run.dir={trained.directory}", "predict.split=val", *more, root=tmp_path / "predict")
-        assert done.code == 0, done.output
-        written = load_file(trained.directory / "predictions" / "val.safetensors")["output"]
-        data = modules.Data("points", SIZE)
-        data.setup("fit")
-        made = MADE["Classifier"]().double().eval()
-        made.load_state_dict(trained.weights)
-        expected = made(data.held_out.tensors[0])
-        expected = expected.softmax(1) * 100 if module == "Predicting" else expected
-        torch.testing.assert_close(written.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    way = ["predict.split=val", "parallel=ddp", f"launch.nproc_per_node={ranks}"]
+    done = command("mode=predict", f"run.dir={trained.directory}", *way, root=tmp_path / "predict")
+    assert done.code == 0, done.output
+    written = load_file(trained.directory / "predictions" / "val.safetensors")["output"]
+    data = modules.Data("points", SIZE)
+    data.setup("fit")
+    made = MADE["Classifier"]().double().eval()
+    made.load_state_dict(trained.weights)
+    expected = made(data.held_out.tensors[0])
+    expected = expected.softmax(1) * 100 if module == "Predicting" else expected
+    torch.testing.assert_close(written.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
