@@ -35,7 +35,7 @@ import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of
 
 LONG = (
     "test_product", "test_tutorial", "test_rehearsal", "test_conformance", "test_loggers", "test_cuda", "test_extend",
-    "test_loop",
+    "test_loop", "test_from_lightning", "test_mpi", "test_evaluate", "test_provenance", "test_mps",
 )  # fmt: skip
 
 

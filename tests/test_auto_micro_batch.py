@@ -46,6 +46,7 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*LINE, "micro_batch_size=16", root=tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "strategy", [[], TWO, [*TWO, "parallel=fsdp"], [*TWO, "launch.nnodes=1:2"]], ids=["single", "ddp", "fsdp", "elastic"]
 )

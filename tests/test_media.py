@@ -43,7 +43,7 @@ def steps_in_tensorboard(directory: Path) -> dict[str, list[int]]:
 
 def test_media_are_the_same_files_after_a_kill_and_in_the_loggers_each_step_once(tmp_path: Path) -> None:
     line = [*RUN, *DDP, PART, *OFFLINE, "logger=[tensorboard,wandb]", "launch.max_restarts=0"]
-    whole = finished(*line, root=tmp_path / "whole")
+    whole = finished(*RUN, *DDP, PART, root=tmp_path / "whole")
     killed = command(*line, root=tmp_path / "killed", before=after_step(11, crash))
     assert killed.code != 0 and "val/text/step_00000010.txt" in contents(killed)
     (killed.directory / "media" / "val" / "text" / "step_00000014.txt").write_text("of a step that comes again without it")

@@ -115,7 +115,8 @@ def test_it_computes_what_a_plain_loop_does(name: str) -> None:
     assert rows == pytest.approx(losses, rel=PRECISE[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", ["gpt2", "detector", "bert"])
 def test_two_processes_compute_what_one_does(name: str, tmp_path: Path) -> None:
     two = finished(*CASES[name], "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true", root=tmp_path / "runs")
     assert_close(two, once(*CASES[name]), tolerance=PRECISE.get(name, 1e-10))

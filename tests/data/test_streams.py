@@ -202,7 +202,7 @@ def without_names(samples: list[Any]) -> Any:
     return {"x": torch.tensor([sample["x"] for sample in samples]), "y": torch.tensor([sample["y"] for sample in samples])}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("what", LINES)
 def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: str, tmp_path: Path) -> None:
     line = [*RUN, *NET, *LINES[what](tmp_path)]
@@ -210,8 +210,8 @@ def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: s
     assert_close(finished(*line, "parallel=ddp", TWO, "dataset.num_workers=2", "rehearse=true", root=tmp_path / "two"), one)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("what", LINES)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("what", sorted(LINES, key=lambda what: what != "a length"))
 def test_killed_it_goes_on_in_the_middle_with_the_same_numbers(what: str, tmp_path: Path) -> None:
     line = [*RUN, *NET, *LINES[what](tmp_path)]
     whole = finished(*line, root=tmp_path / "whole")
