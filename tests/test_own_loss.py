@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from framework.data.order import Order
 from tests.harness import assert_close, command, exact_rows, finished, once
@@ -26,6 +25,8 @@ def samples() -> list[dict[str, Tensor]]:
 
 
 def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # late: each worker of pytest-xdist collects this file
+
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=17, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
@@ -35,6 +36,8 @@ def gpt2() -> nn.Module:
 
 
 def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
     return BertForMaskedLM(
         BertConfig(
             vocab_size=17, max_position_embeddings=12, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -66,6 +69,12 @@ def scenes() -> list[Any]:
         (torch.randn(4, generator=draws), {"boxes": torch.rand(4, generator=draws), "labels": number % 3})
         for number in range(40)
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import what the commands' processes then have."""
+    gpt2(), bert()
 
 
 RUN = ["dataset=map_style", "task=own_loss", "precision=fp64", "global_batch_size=8", "trainer.max_steps=6", "trainer.max_epochs=null",
