@@ -191,12 +191,18 @@ _IMPORTS = {"optuna": ["framework.sweep.search", "alembic.command", "optuna.stor
 
 
 def import_for(words: Sequence[str]) -> None:
-    """Import what the children for a command of these words would, and let their collector leave alone what they inherit."""
+    """Import what the children for a command of these words would."""
     for part, modules in _IMPORTS.items():
         if any(part in word for word in words):
             for module in modules:
                 importlib.import_module(module)
-    gc.freeze()  # else a collection touches, and so copies, all of it
+    freeze()
+
+
+def freeze() -> None:
+    """Let no collection in a child touch (and so copy) what it inherits. What earlier tests have left, such as stores, goes first."""
+    gc.collect()  # looks at what came since the last time
+    gc.freeze()
 
 
 def _output(root: Path) -> Path:

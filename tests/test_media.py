@@ -30,7 +30,8 @@ EVALUATED = (5, 10, 15, 16)
 
 def contents(run: Ended) -> dict[str, bytes]:
     folder = run.directory / "media"
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    whole = (path for path in folder.rglob("*") if path.is_file() and path.name[0] != ".")  # a kill may leave a part of one
+    return {str(path.relative_to(folder)): path.read_bytes() for path in whole}
 
 
 def steps_in_tensorboard(directory: Path) -> dict[str, list[int]]:

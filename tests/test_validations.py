@@ -13,14 +13,8 @@ SETS = [f"dataset.val.clean={{{PICTURES}, size: 11}}", f"dataset.val.noisy={{{PI
 
 
 def test_each_set_has_rows_and_any_is_the_monitor_also_on_two_processes_and_after_a_kill(tmp_path: Path) -> None:
-    line = [
-        *RUN,
-        *MAP,
-        *SETS,
-        "checkpoint.monitor=val.noisy/loss",
-        "trainer.early_stopping.monitor=val.noisy/loss",
-        "trainer.early_stopping.patience=9",
-    ]
+    line = [*RUN, *MAP, *SETS, "checkpoint.monitor=val.noisy/loss", "trainer.early_stopping.monitor=val.noisy/loss",
+            "trainer.early_stopping.patience=9"]  # fmt: skip
     one = finished(*line, root=tmp_path / "one")
     splits = [row["split"] for row in one.rows]
     assert splits.count("val") == splits.count("val.noisy") == 3 and splits.count("test") == 1

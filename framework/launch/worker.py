@@ -115,11 +115,9 @@ def _watched(
     with ExitStack() as ends:
         folder = scratch or ends.enter_context(common_folder(directory.path, attempt=environment.attempt))
         board = OwnBoard(
-            board_in(folder, attempt=environment.attempt),
-            rank=environment.rank,
-            local_rank=environment.local_rank,
+            board_in(folder, attempt=environment.attempt), rank=environment.rank, local_rank=environment.local_rank,
             num_local=environment.local_world_size,
-        )
+        )  # fmt: skip
         ends.callback(board.close)
         try:
             yield board
