@@ -69,7 +69,6 @@ def test_the_largest_half_that_fits_is_found_and_kept(strategy: list[str], fixed
 
 @pytest.mark.parametrize("smaller", [None, 16])
 def test_between_nodes_only_a_lack_of_memory_is_not_counted_as_a_failure(smaller: int | None, tmp_path: Path) -> None:
-    """The whole run on nodes that may change is slow."""
     seen: list[str] = []
     meeting = SimpleNamespace(number=0, first=lambda key, value: value, recorded=lambda key: None, end=seen.append,
                               count=lambda name: seen.append(name) or 1)  # fmt: skip
