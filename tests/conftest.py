@@ -1,5 +1,6 @@
 """What all tests share: one thread, no network, warnings as errors (pyproject.toml names the exceptions)."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -34,7 +35,7 @@ import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of
 
 LONG = (
     "test_product", "test_tutorial", "test_rehearsal", "test_conformance", "test_loggers", "test_cuda", "test_extend",
-    "test_loop",
+    "test_loop", "test_from_lightning", "test_mpi", "test_evaluate", "test_provenance", "test_mps",
 )  # fmt: skip
 
 
@@ -66,6 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     in_part = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, is_in in zip(items, in_part) if not is_in])
     items[:] = [item for item, is_in in zip(items, in_part) if is_in]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now stays: a collection would only look at it
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import fnmatch
 import gc
+import importlib
 import io
 import json
 import multiprocessing
@@ -155,8 +156,8 @@ def begin(
     The picture of the curves, a third of a short run's time, is drawn only on demand; so is the rehearsal made.
     """
     root.mkdir(parents=True, exist_ok=True)
-    gc.freeze()  # so that a child's collector does not touch (and so copy) what it inherits
     compose_once(overrides)
+    import_for(overrides)
     rehearse = [] if any(word.startswith(("rehearse=", "mode=")) for word in overrides) else ["rehearse=false"]
     line = [*overrides, *rehearse, f"run.root={root}"]
     process = _FORK.Process(target=_child, args=(line, _output(root), before, leave, with_curves, run))
@@ -182,6 +183,26 @@ def compose_once(overrides: Sequence[str]) -> None:
         _COMPOSED.add(choices)
         with suppress(Exception):  # the command itself will tell
             compose_line([*overrides])
+
+
+# what a command with such a word would import in its child, for a second of its time
+_IMPORTS = {"optuna": ["framework.sweep.search", "alembic.command", "optuna.storages._rdb.models", "sqlalchemy.dialects.sqlite"],
+            "metric=": ["torchmetrics.classification"], "wandb": ["wandb"]}  # fmt: skip
+
+
+def import_for(words: Sequence[str]) -> None:
+    """Import what the children for a command of these words would."""
+    for part, modules in _IMPORTS.items():
+        if any(part in word for word in words):
+            for module in modules:
+                importlib.import_module(module)
+    freeze()
+
+
+def freeze() -> None:
+    """Let no collection in a child touch (and so copy) what it inherits. What earlier tests have left, such as stores, goes first."""
+    gc.collect()  # looks at what came since the last time
+    gc.freeze()
 
 
 def _output(root: Path) -> Path:
@@ -210,7 +231,7 @@ def typed(*words: str, directory: Path, timeout_s: float = 120.0, before: Callab
         if before is not None:
             before()
 
-    gc.freeze()
+    import_for(words)
     root = directory / "runs"
     process = _FORK.Process(target=_child, args=([*words], _output(root), enter, os._exit, False, main))
     process.start()

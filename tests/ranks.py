@@ -9,12 +9,14 @@ from typing import Any
 
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
+from tests.harness import freeze
 
 _FORK = multiprocessing.get_context("fork")
 
 
 def on_ranks(num_ranks: int, act: Callable[[World], Any], *, scratch: Path, timeout_s: float = 20.0) -> list[Any]:
     """Call `act` with the world of each of so many ranks; return their results in rank order. AssertionError if one raises."""
+    freeze()
     results: Any = _FORK.SimpleQueue()
     processes = [
         _FORK.Process(target=_be_rank, args=(rank, num_ranks, act, scratch, timeout_s, results)) for rank in range(num_ranks)

@@ -3,11 +3,16 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from framework.launch.elastic.agent import _Agent
+from framework.launch.failures import Failure
+from framework.runs.directory import RunDirectory
 from tests.harness import Ended, assert_close, command, finished
 
 LINE = ["model._target_=tests.test_auto_micro_batch.Hungry", "precision=fp64",
@@ -46,6 +51,7 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*LINE, "micro_batch_size=16", root=tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "strategy", [[], TWO, [*TWO, "parallel=fsdp"], [*TWO, "launch.nnodes=1:2"]], ids=["single", "ddp", "fsdp", "elastic"]
 )
@@ -59,6 +65,17 @@ def test_the_largest_half_that_fits_is_found_and_kept(strategy: list[str], fixed
     measured = command("mode=eval", f"run.dir={run.directory}", "launch.nproc_per_node=1", root=tmp_path / "runs")
     assert measured.code == 0, measured.output
     assert ("lacks memory" in measured.output) == bool(strategy)  # one process is another place; it finds its own size
+
+
+@pytest.mark.parametrize("smaller", [None, 16])
+def test_between_nodes_only_a_lack_of_memory_is_not_counted_as_a_failure(smaller: int | None, tmp_path: Path) -> None:
+    seen: list[str] = []
+    meeting = SimpleNamespace(number=0, first=lambda key, value: value, recorded=lambda key: None, end=seen.append,
+                              count=lambda name: seen.append(name) or 1)  # fmt: skip
+    node: Any = SimpleNamespace(_meeting=meeting, _directory=RunDirectory(tmp_path), failures=[],
+                                workers=SimpleNamespace(spec=SimpleNamespace(max_restarts=3)))  # fmt: skip
+    _Agent._note(node, Failure(1, "lacks memory", "here", smaller=smaller), 0)
+    assert seen == (["failures"] if smaller is None else [])
 
 
 def test_a_prediction_uses_the_size_of_the_run_and_a_rehearsal_needs_few_samples(tmp_path: Path) -> None:

@@ -23,11 +23,25 @@ TOKENS = ["model=gpt", "model.dim=16", "model.num_layers=2", "model.dropout=0", 
 _BROKEN_AT = 5
 
 
-def rows_of(line: list[str], device: str, breaks: bool = False) -> list[dict[str, Any]]:
+def float64_on_the_device() -> str:
+    try:
+        torch.ones(2, device="mps").double()
+    except TypeError as error:
+        return str(error)
+    return f"{Emulated} has it"
+
+
+def found(line: list[str]) -> dict[str, Any]:
+    """Return the rows of a run on the device, of one there that is broken and continued, and of one on the CPU."""
+    ways = {"whole": ("mps", False), "broken": ("mps", True), "cpu": ("cpu", False)}
+    return {"float64": float64_on_the_device()} | {name: rows_of(line, *way) for name, way in ways.items()}
+
+
+def rows_of(line: list[str], device: str, breaks: bool) -> list[dict[str, Any]]:
     """Return the rows of a run, which ends with an error in its sixth step and is continued if it `breaks`."""
     from train import main
 
-    seen = set[str]()
+    seen, plain = set[str](), Engine.train
 
     def look(engine: Engine, step: Any, *, index: int, **_: Any) -> None:
         seen.update(str(parameter.device) for parameter in engine.module.parameters())
@@ -40,22 +54,19 @@ def rows_of(line: list[str], device: str, breaks: bool = False) -> list[dict[str
         assert main(words) == int(breaks)
         breaks, was = False, breaks
         assert not was or main(words) == 0
+        Engine.train = plain
         assert seen == {"mps:0" if device == "mps" else "cpu"}, seen
-        return [json.loads(text) for text in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name not in MACHINE} for row in rows]
+        rows = [json.loads(text) for text in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+        return [{name: value for name, value in row.items() if name not in MACHINE} for row in rows]
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("line", [IMAGES, TOKENS, [*TOKENS, "precision=bf16"]], ids=["images", "tokens", "bf16"])
 def test_a_run_computes_what_the_cpu_does_and_continues_to_the_bit(line: list[str]) -> None:
-    there = without_times(call_mps(rows_of, line=line, device="mps"))
-    assert there == without_times(call_mps(rows_of, line=line, device="mps", breaks=True))
-    here = without_times(call_mps(rows_of, line=line, device="cpu"))
-    assert len(there) == len(here)
-    for mine, other in zip(there, here):
+    runs = call_mps(found, line=line)
+    assert "doesn't support float64" in runs["float64"]
+    assert runs["broken"] == runs["whole"]
+    for mine, other in zip(runs["whole"], runs["cpu"], strict=True):
         assert mine.keys() == other.keys()
         if "precision=bf16" in line:  # attention of the two devices rounds elsewhere
             assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
@@ -66,18 +77,6 @@ def test_a_run_computes_what_the_cpu_does_and_continues_to_the_bit(line: list[st
                 mine,
                 other,
             )
-
-
-def float64_on_the_device() -> str:
-    try:
-        torch.ones(2, device="mps").double()
-    except TypeError as error:
-        return str(error)
-    return f"{Emulated} has it"
-
-
-def test_the_emulated_device_has_no_float64() -> None:
-    assert "doesn't support float64" in call_mps(float64_on_the_device)
 
 
 @pytest.mark.parametrize(("line", "key"), [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished
+from tests.harness import Ended, assert_close, assert_same_bits, command, finished, refused
 from tests.test_resume import after_step, assert_survives_a_kill, crash, preempt
 
 RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
@@ -41,8 +41,7 @@ SUMS_OVER_ALL = ("Prodigy", "D-Adaptation")  # they estimate one number from all
 def test_killed_it_ends_with_the_same_bits(optimizer: str, strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer], *STRATEGIES[strategy]]
     if optimizer in SUMS_OVER_ALL and strategy == "fsdp 2":
-        refused = command(*line, "rehearse=true", root=tmp_path / "runs")
-        assert refused.code == 78 and "\nparallel: " in f"\n{refused.output}", refused.output
+        assert any(said.startswith("parallel: ") for said in refused(*line, "rehearse=true").splitlines())
         return
     assert_survives_a_kill(*line, at=8, root=tmp_path)
 

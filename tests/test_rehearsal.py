@@ -16,7 +16,7 @@ from framework.distributed.world import World
 from framework.preflight import child, comparison
 from framework.preflight.findings import Finding
 from framework.preflight.rehearsal import perform
-from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished
+from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, refused
 from tests.test_resume import after_step, assert_survives_a_kill, crash, killed_and_continued
 from tests.test_zoo import line as zoo_line
 
@@ -321,11 +321,10 @@ def test_what_data_evaluations_and_optimizers_draw_has_keys(what: str, tmp_path:
     assert_same_bits(killed_and_continued(*line, at=3, root=tmp_path / "cut"), one)
 
 
-def test_it_is_reported_before_anything_is_made(tmp_path: Path) -> None:
-    refused = command(*model("Counter"), "rehearse=true", root=tmp_path / "runs")
-    assert refused.code == 78
-    assert refused.output == Says("model: ... num_calls ... rehearse=false starts without a rehearsal)")
-    assert not list((tmp_path / "runs").iterdir())
+def test_it_is_reported_before_anything_is_made() -> None:
+    assert refused(*model("Counter"), "rehearse=true") == Says(
+        "model: ... num_calls ... rehearse=false starts without a rehearsal)"
+    )
 
 
 def test_it_can_be_switched_off_and_is_no_part_of_the_identity(tmp_path: Path) -> None:
@@ -372,8 +371,8 @@ FOUND_WITHOUT = {
 @pytest.mark.parametrize("what", FOUND_WITHOUT)
 def test_what_a_run_without_a_rehearsal_finds_too(what: str, tmp_path: Path) -> None:
     line, said = FOUND_WITHOUT[what]
-    refused = command(*line, "rehearse=false", root=tmp_path / "runs")
-    assert refused.code == 78 and all(words in refused.output for words in said.split(" ... ")), refused.output
+    ended = command(*line, "rehearse=false", root=tmp_path / "runs")
+    assert ended.code == 78 and all(words in ended.output for words in said.split(" ... ")), ended.output
 
 
 def test_one_process_has_the_statistics_of_a_model_that_freezes_them(tmp_path: Path) -> None:
@@ -384,8 +383,7 @@ def test_one_process_has_the_statistics_of_a_model_that_freezes_them(tmp_path: P
 def test_what_a_rehearsal_computes_no_run_inherits(tmp_path: Path) -> None:
     """Nor what is computed without storage: the process that starts the workers has not called the model."""
     line = [*model("Cached"), "rehearse=true", "micro_batch_size=4"]
-    refused = command(*line, root=tmp_path / "runs")
-    assert refused.code == 78
+    assert command(*line, root=tmp_path / "runs").code == 78
     ended = finished(*model("cached"), "rehearse=true", root=tmp_path / "cached")
     assert ended.summary["status"] == "finished"
 

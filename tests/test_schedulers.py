@@ -19,7 +19,7 @@ from framework.optim.precision import PRECISIONS
 from framework.optim.schedules import Schedule
 from framework.optim.update import Update
 from framework.preflight.optimizer import optimizer_problems
-from tests.harness import Says, checked, command, finished
+from tests.harness import Says, checked, command, finished, refused
 
 TORCH = "torch.optim.lr_scheduler"
 STEPS, EPOCH = 12, 4  # steps in all, and in an epoch
@@ -188,16 +188,15 @@ class Drawn(of_torch.LRScheduler):
         return [base * float(torch.rand(())) for base in self.base_lrs]
 
 
-def test_a_scheduler_that_draws_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_scheduler_that_draws_is_refused_by_its_name() -> None:
     words = ["scheduler._target_=tests.test_schedulers.Drawn", "+scheduler.every=step", "rehearse=true"]
-    refused = command("model=mlp", *words, root=tmp_path / "runs")
-    assert refused.code == 78 and refused.output == Says("scheduler: it has other rates each time ... function of the step ...")
+    assert refused("model=mlp", *words) == Says("scheduler: it has other rates each time ... function of the step ...")
 
 
 def test_a_schedule_is_asked_for_all_steps_before_the_first(tmp_path: Path) -> None:
     words = [f"scheduler._target_={TORCH}.OneCycleLR", "+scheduler.max_lr=0.1", "+scheduler.total_steps=80"]
-    refused = command("model=mlp", *words, "trainer.max_epochs=6", root=tmp_path / "runs")
-    assert refused.code == 78 and "scheduler: it fails within the 120 steps of this run" in refused.output
+    ended = command("model=mlp", *words, "trainer.max_epochs=6", root=tmp_path / "runs")
+    assert ended.code == 78 and "scheduler: it fails within the 120 steps of this run" in ended.output
     assert not list((tmp_path / "runs").glob("*/*/metrics.jsonl"))
 
 

@@ -1,6 +1,7 @@
 """Names of torch that are not public: what they do, where a release that changes it would fail in silence; and that few files use them."""
 
 import ast
+import gc
 import importlib
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,9 @@ def test_the_compiler_is_found_and_its_caches_are_in_the_folder(monkeypatch: pyt
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")  # put back at the end
+    frozen = gc.get_freeze_count()
     torch_compiler.import_dynamo()
+    assert gc.get_freeze_count() >= frozen > 0, "it was imported: what is frozen stays so"
     assert isinstance(torch_compiler.has_compiler(), bool)
     torch_compiler.compile_into(tmp_path / "compiled", num_versions=24)
     assert torch._inductor.config.fx_graph_cache and torch._dynamo.config.recompile_limit == 24

@@ -1,5 +1,6 @@
 """Workers: torch elastic's agent starts them. Each worker reads the frozen configuration, joins the world, and runs."""
 
+import gc
 import logging
 import os
 import signal
@@ -81,6 +82,8 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             raise RuntimeError(
                 f"rank {odd[0]} reads another configuration than rank 0 ({frozen.path}); is it the same file system?"
             )
+        gc.freeze()  # imported objects stay, so no garbage collection needs to look at them
+        at_end.callback(gc.unfreeze)
         try:
             with fitting(Builder(config, world=world, token=frozen.token)) as build:
                 code: Exit = locate(MODES[config.mode].worker)(build)
@@ -112,11 +115,9 @@ def _watched(
     with ExitStack() as ends:
         folder = scratch or ends.enter_context(common_folder(directory.path, attempt=environment.attempt))
         board = OwnBoard(
-            board_in(folder, attempt=environment.attempt),
-            rank=environment.rank,
-            local_rank=environment.local_rank,
+            board_in(folder, attempt=environment.attempt), rank=environment.rank, local_rank=environment.local_rank,
             num_local=environment.local_world_size,
-        )
+        )  # fmt: skip
         ends.callback(board.close)
         try:
             yield board

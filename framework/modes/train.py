@@ -42,7 +42,6 @@ def train(build: Builder) -> Exit:
     places = world.agreement.to_rank_0((socket.gethostname(), device_name(world.device)))
     if places:
         Provenance(directory.path).add_workers(hosts=[host for host, _ in places], devices=[device for _, device in places])
-    gc.freeze()  # imported objects stay, so no garbage collection needs to look at them
     trainer = build.trainer()
     trainer.update.require_steps(trainer.plan.total_steps)
     try:
@@ -87,7 +86,6 @@ def train(build: Builder) -> Exit:
         # DDP's reducer and the shards must be deleted before their process groups, because exit can hang (pytorch#56297)
         del trainer
         gc.collect()
-        gc.unfreeze()
 
 
 def _what_is_left(directory: RunDirectory) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 import platform
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def import_dynamo() -> None:
 
     The imported objects stay. To look for garbage among them takes a quarter of the time, so they become old unseen.
     """
+    if "torch._dynamo" in sys.modules:  # what this process has frozen stays frozen
+        return
     is_collecting = gc.isenabled()
     gc.disable()
     try:

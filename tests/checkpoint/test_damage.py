@@ -120,7 +120,7 @@ def our_log_seen() -> Iterator[None]:
         LOGGER.propagate = before
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
 def test_a_run_recovers_from_damage_to_the_same_bits(seed: int, unfinished: Ended, ended: Ended) -> None:
     newest, done = damage(unfinished.directory, seed)

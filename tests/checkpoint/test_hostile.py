@@ -290,6 +290,7 @@ def test_a_run_does_not_begin_from_a_hostile_checkpoint(name: str, ended: Ended,
     assert_calm(refused)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [[], DDP], ids=["single", "ddp 2"])
 def test_hostile_checkpoints_are_passed_over_for_an_older_good_one(ranks: list[str], ended: Ended, tmp_path: Path) -> None:
     expected = finished(*RUN, *ranks, root=tmp_path / "expected") if ranks else ended

@@ -1,5 +1,6 @@
 """On one machine, no process of a run listens to any other machine."""
 
+import gc
 import ipaddress
 import json
 import os
@@ -38,6 +39,7 @@ def assert_loopback(folder: Path, *, processes: int, besides: int | None = None)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    gc.unfreeze(), gc.collect()  # no store of an earlier test is to be inherited
     folder = tmp_path / "listening"
     folder.mkdir()
     monkeypatch.setenv("LISTENING", str(folder))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from framework.cli.run import checked_line
 from framework.modules.parts import blocks_of, chain_of, description, give_parts, own_answer, repeated
 from framework.modules.trace import give_example, traced
-from tests.harness import Says, command, finished
+from tests.harness import Says, finished, refused
 from tests.test_loop import TINY
 from tests.zoo import IMAGES, TOKENS
 
@@ -156,5 +156,4 @@ def test_parts_of_a_wrong_kind_are_refused_with_their_key(word: str, says: str, 
 
 def test_parts_are_checked_too_if_the_run_is_finished_since_its_id_does_not_depend_on_them(tmp_path: Path) -> None:
     finished(*TINY, "trainer.max_epochs=1", root=tmp_path)
-    ended = command(*TINY, "trainer.max_epochs=1", "model.parts.blocks=0.5", root=tmp_path)
-    assert ended.code == 78 and "model.parts.blocks: 0.5 is not valid" in ended.output, ended.output
+    assert "model.parts.blocks: 0.5 is not valid" in refused(*TINY, "trainer.max_epochs=1", "model.parts.blocks=0.5")
