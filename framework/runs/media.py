@@ -41,7 +41,9 @@ def list_media(folder: Path, *, until: float = math.inf) -> list[Media]:
 
 
 def remove_media(folder: Path, *, after: int) -> None:
-    """Remove the media of the steps after a step, because the run continues from there."""
+    """Remove the media of the steps after a step, and what a kill has left unfinished: the run continues from there."""
+    for part in folder.rglob(".step_*"):
+        part.unlink()
     for item in list_media(folder):
         if item.step > after:
             item.path.unlink()
