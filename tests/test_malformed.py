@@ -36,7 +36,7 @@ SECTION = "a section, whose keys are set as in {0}.KEY=VALUE"
 SWEEP = "several values make a sweep (add -m; a list is written [1,2], a text with a comma \"'a,b'\")"
 HYDRA = "is a key of Hydra that does nothing here (run.root and run.dir choose the run's directory)"
 MONITOR = "one of val/loss, val/accuracy, val/top5, train/loss, train/accuracy, train/top5"
-GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
+GIVES_IMAGES = "needs a value, and the dataset does not give one (it gives in_channels, image_size, num_classes, which fits model=airbench, model=cnn, model=mlp, model=resnet, model=torchvision, model=vit)"
 GIVES_TOKENS = (
     "needs a value, and the dataset does not give one (it gives vocab_size, seq_len, which fits model=gpt, model=moe)"
 )
