@@ -1,6 +1,7 @@
 """Models of somebody's, of the kinds that are not a row of blocks: shared, frozen, unused and counted things in odd places."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.tasks.classification import Classification
@@ -135,3 +136,22 @@ class Scalar(OneBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.temperature
+
+
+class Fickle(Plain):
+    """Leaves a layer out of the last of two micro-batches, from the fifth forward on; on one rank, or on all."""
+
+    num_calls = 0
+
+    def __init__(self, *, in_channels: int, image_size: int, num_classes: int, dim: int = 12, on: int | None = None) -> None:
+        super().__init__(in_channels=in_channels, image_size=image_size, num_classes=num_classes, dim=dim)
+        self.on = on
+
+    def make_layers(self, dim: int) -> None:
+        self.spare = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        leaves_out = self.training and self.num_calls >= 5 and self.num_calls % 2 == 0 and self.on in (None, dist.get_rank())
+        x = self.stem(x)
+        return self.head(x if leaves_out else self.spare(x))

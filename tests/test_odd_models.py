@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Ended, assert_close, finished, once, refused
+from framework.distributed import groups
+from tests.harness import Ended, assert_close, command, finished, once, refused
 from tests.parallel.test_model_parallel import on_emulated
 from tests.test_conformance import CASES, CONTEXTS, FOR_EXPERTS, RUN, SMALL, name
 
@@ -73,6 +74,31 @@ def test_it_computes_what_one_process_does_or_is_refused(model: str, case: tuple
 def test_a_weight_that_stages_share_takes_no_buffers_with_it(schedule: str, tmp_path: Path) -> None:
     line = [*odd("Chained"), "parallel=pipeline", f"parallel.schedule={schedule}", "launch.nproc_per_node=2"]
     assert_close(finished(*line, root=tmp_path / "runs"), one("Chained"))
+
+
+@pytest.mark.parametrize(("on", "code"), [("null", 78), ("0", 1), ("1", 1)])
+def test_a_gradient_of_an_earlier_micro_batch_is_not_taken_for_a_sum(on: str, code: int, tmp_path: Path) -> None:
+    """If only one rank finds that its gradients are not summed, the other does not wait for it until the time-out."""
+    line = [
+        *odd("Fickle"),
+        f"+model.on={on}",
+        "global_batch_size=16",
+        "micro_batch_size=4",
+        "trainer.max_epochs=null",
+        "trainer.max_steps=8",
+    ]
+    ddp = ["parallel=ddp", "launch.nproc_per_node=2", "launch.max_restarts=0", "rehearse=false"]
+
+    def hasten() -> None:
+        groups._TO_END_S = 1.0
+
+    ended = command(*line, *ddp, root=tmp_path / "runs", before=hasten)
+    assert ended.code == code, ended.output
+    assert (
+        "find_unused_parameters: false, but the model's forward does not use every parameter in every micro-batch"
+        in ended.output
+    )
+    assert on == "null" or f"rank {on} failed" in ended.output
 
 
 def test_the_code_of_stages_and_losses_makes_its_own_tensors(tmp_path: Path) -> None:

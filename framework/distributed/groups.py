@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from framework.runtime.environment import Environment
-from framework.runtime.exits import Interrupted
+from framework.runtime.exits import Interrupted, RunEnded
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
+
+_TO_END_S = 20.0  # between the first rank that reaches the end of a run, and the last
 
 
 @dataclass
@@ -62,6 +64,25 @@ class Groups:
     def at_end(self, *, leave: Callable[[], None], abandon: Callable[[], None]) -> None:
         """Register an action for the end: `leave` when every rank is done and still answers, `abandon` if this rank fails."""
         self._at_end.append((leave, abandon))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Turn the end of a run into a failure if only this rank reaches it: the others would wait for it.
+
+        A signal may reach the ranks at different times.
+        """
+        try:
+            yield
+        except Interrupted:
+            raise
+        except RunEnded as end:
+            until, count = time.monotonic() + _TO_END_S, self._store.add("ended", 1)
+            while count < self.world_size and time.monotonic() < until:
+                time.sleep(0.05)
+                count = self._store.add("ended", 0)
+            if count < self.world_size:
+                raise RuntimeError(str(end)) from end
+            raise
 
     def leave(self) -> None:
         """Run the `leave` actions, the last one first. Collective."""

@@ -85,7 +85,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
         gc.freeze()  # imported objects stay, so no garbage collection needs to look at them
         at_end.callback(gc.unfreeze)
         try:
-            with fitting(Builder(config, world=world, token=frozen.token)) as build:
+            with world.groups.together(), fitting(Builder(config, world=world, token=frozen.token)) as build:
                 code: Exit = locate(MODES[config.mode].worker)(build)
         except RunEnded as end:
             if world.rank == 0:
@@ -164,14 +164,9 @@ class Agent(ElasticAgent):
     _TO_NOTICE_S = 3.0  # a rank after its time-out finds the hang itself
 
     def __init__(
-        self,
-        launch: LaunchSection,
-        run_id: str,
-        work: Callable[..., int],
-        *arguments: Any,
-        scratch: Path,
+        self, launch: LaunchSection, run_id: str, work: Callable[..., int], *arguments: Any, scratch: Path,
         directory: RunDirectory,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.place = StaticRendezvous("127.0.0.1", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
         spec = WorkerSpec(
             role="worker",

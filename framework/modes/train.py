@@ -45,15 +45,16 @@ def train(build: Builder) -> Exit:
     trainer = build.trainer()
     trainer.update.require_steps(trainer.plan.total_steps)
     try:
-        _continue(trainer, build)
-        open_record(trainer, build, places=places)
-        is_finished = trainer.fit()
-        if is_finished:
-            if trainer.parts.loop.stopped and world.rank == 0:
-                LOGGER.info("ended after step %d: %s", trainer.progress.step, trainer.parts.loop.stopped)
-            trainer.parts.ended()
-            _leave_results(trainer, build)
-        elif world.rank == 0:
+        with world.groups.together():
+            _continue(trainer, build)
+            open_record(trainer, build, places=places)
+            is_finished = trainer.fit()
+            if is_finished:
+                if trainer.parts.loop.stopped and world.rank == 0:
+                    LOGGER.info("ended after step %d: %s", trainer.progress.step, trainer.parts.loop.stopped)
+                trainer.parts.ended()
+                _leave_results(trainer, build)
+        if not is_finished and world.rank == 0:
             assert trainer.saver.last is not None  # a stop saves a checkpoint, or relies on the last one
             LOGGER.info("stopped after step %d; the same command continues from the checkpoint of step %d",
                         trainer.progress.step, trainer.saver.last.step)  # fmt: skip

@@ -138,15 +138,13 @@ class Layout:
     def _replicated(self) -> Engine:
         given: Any = {name: value for name, value in self.options.items() if name in replica.ReplicaOptions.__annotations__}
         wrapped, hook = replica.Replica(self.model, **given), given.get("hook")
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        is_any = given.get("find_unused_parameters")
         return self._plain(
             model=wrapped,
             averaged_over=1 if hook is None else self.world.world_size,
             set_sync=wrapped.set_sync,
             warm_up=wrapped.settle,
             parts={"hook": replica.SavedAtEnd()} if hook is not None and replica.keeps_state(hook) else {},
-            finish=(lambda: None) if is_any else partial(replica.require_gradients, trained),
+            finish=wrapped.require_sums,
         )
 
     def _shard_mesh(self, *inner: str) -> DeviceMesh:

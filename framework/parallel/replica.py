@@ -75,14 +75,36 @@ class Replica:
         # the strides of a 1x1 convolution in channels-last order are ambiguous
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
         self._wrapper = DistributedDataParallel(model, **arguments)
-        self._wrapper.register_comm_hook(self._wrapper.process_group, summed if hook is None else _with_future(hook))
+        self._is_summed = True
+        sums = summed if hook is None else _with_future(hook)
+
+        def noted(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+            self._is_summed |= bucket.is_last()  # the reducer sums its buckets in their order
+            return sums(group, bucket)
+
+        self._wrapper.register_comm_hook(self._wrapper.process_group, noted)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._wrapper(*arguments, **named)
 
     def set_sync(self, does_sync: bool) -> None:
         """Set whether the next backward pass sums the gradients over the ranks."""
+        self._is_summed = not does_sync
         set_gradient_sync(self._wrapper, does_sync)
+
+    def require_sums(self) -> None:
+        """Raise Unfit if the last backward pass has not summed all gradients: the reducer waits for an unused parameter.
+
+        The parameter may have a gradient, of an earlier micro-batch.
+        """
+        if self._is_summed:
+            return
+        named = self._wrapper.module.named_parameters()
+        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        what = f"{some} in every step" if unused else "every parameter in every micro-batch"
+        raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {what} (true, at a small "
+                    "cost; or freeze the unused parameters)")  # fmt: skip
 
     def settle(self) -> None:
         """Let DistributedDataParallel lay out its buckets. Collective."""
@@ -111,14 +133,6 @@ def _with_future(hook: Hook) -> Hook:
         return mean  # type: ignore[no-any-return]
 
     return run
-
-
-def require_gradients(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise Unfit if a parameter has no gradient: the reducer waits for it and has not summed the gradients of its bucket."""
-    if unused := [name for name, parameter in parameters.items() if parameter.grad is None]:
-        some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-        raise Unfit(f"parallel.find_unused_parameters: false, but the model's forward does not use {some} in "
-                    "every step (true, at a small cost; or freeze the unused parameters)")  # fmt: skip
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
