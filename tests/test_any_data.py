@@ -249,7 +249,7 @@ REFUSED = {
     "a stream": ([*MAP, "dataset.train._target_=tests.test_any_data.Endless"], "dataset: ... Endless has no length ... dataset=stream ..."),
     "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: ... not a pair of inputs and targets (dataset.inputs ..."),
     "a wrong argument": ([*MAP, "+dataset.train.sise=3"], "dataset.train.sise: unknown key (did you mean dataset.train.size?)"),
-    "one key alone": ([*MAP, "dataset.inputs=x"], "dataset: ... dataset.inputs and dataset.targets go together ..."),
+    "targets alone": ([*MAP, "dataset.targets=y"], "dataset: ... dataset.targets needs dataset.inputs, too ..."),
     "no lengths": ([*MAP, "sampler=length_grouped", "sampler.lengths=length"], "sampler: it cannot order this data: ... sampler.lengths=length: ... .npy file"),
     "no sampler": ([*MAP, "sampler=randomly"], "sampler: no option 'randomly' ..."),
     "a mean": ([*MAP, "+dataset.batch_transform={_target_:tests.test_any_data.MixUp}"], "dataset.batch_transform.alpha: is missing ..."),

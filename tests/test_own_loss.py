@@ -63,6 +63,22 @@ class Detector(nn.Module):
                 "loss_class": F.cross_entropy(self.scores(features), targets["labels"])}  # fmt: skip
 
 
+class Autoencoder(nn.Module):
+    """It needs no targets, as a masked autoencoder does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 2), nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.mse_loss(self.up(self.down(x).tanh()), x)}
+
+
+def points() -> list[Any]:
+    draws = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=draws), "name": "a point"} for _ in range(40)]
+
+
 def scenes() -> list[Any]:
     draws = torch.Generator().manual_seed(0)
     return [
@@ -90,6 +106,7 @@ CASES = {
     "bert": [*TOKENS, f"model._target_={__name__}.bert", "task.weight=tokens"],
     "detector": [*RUN, f"dataset.train._target_={__name__}.scenes", f"model._target_={__name__}.Detector",
                  "task.evaluates_in_training_mode=true"],
+    "no targets": [*RUN, f"dataset.train._target_={__name__}.points", f"model._target_={__name__}.Autoencoder", "dataset.inputs=[x]"],
 }  # fmt: skip
 PRECISE = {"gpt2": 1e-6, "bert": 1e-10}  # its library computes the loss of a causal model in float32
 
@@ -124,8 +141,8 @@ def test_it_computes_what_a_plain_loop_does(name: str) -> None:
     assert rows == pytest.approx(losses, rel=PRECISE[name])
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("name", ["gpt2", "detector", "bert"])
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("name", ["gpt2", "detector", "no targets", "bert"])
 def test_two_processes_compute_what_one_does(name: str, tmp_path: Path) -> None:
     two = finished(*CASES[name], "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true", root=tmp_path / "runs")
     assert_close(two, once(*CASES[name]), tolerance=PRECISE.get(name, 1e-10))

@@ -25,8 +25,8 @@ class SampleDataset:
     num_workers: NotNegative = 0
 
     def __post_init__(self) -> None:
-        if (self.inputs is None) != (self.targets is None):
-            raise ValueError("dataset.inputs and dataset.targets go together: keys of a sample, or null for pairs")
+        if self.inputs is None and self.targets is not None:
+            raise ValueError("dataset.targets needs dataset.inputs, too: keys of a sample, or null for pairs")
         for split in ("train", "val", "test"):
             if isinstance(text := getattr(self, split, None), str):
                 raise ValueError(f"dataset.{split}: is the text {text}, and no node (dataset.{split}._target_={text})")
@@ -171,10 +171,13 @@ def unwrapped(made: Any, *, key: str) -> tuple[Any, Any]:
 
 
 def collated(samples: list[Any], collate: Any, *, inputs: Keys, targets: Keys) -> Any:
-    """Return the inputs and targets of a batch of these samples, by their keys; without keys, the batch is a pair."""
+    """Return the inputs and targets of a batch of these samples, by their keys; without keys, the batch is a pair.
+
+    With keys of the inputs alone, it has no targets.
+    """
     batch = (collate or default_collate)(samples)
     if inputs is not None:
-        return _chosen(batch, inputs), _chosen(batch, targets)
+        return _chosen(batch, inputs), None if targets is None else _chosen(batch, targets)
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         kind = f"mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
         what = "not a pair of inputs and targets (dataset.inputs and dataset.targets say which are which)"
@@ -182,11 +185,11 @@ def collated(samples: list[Any], collate: Any, *, inputs: Keys, targets: Keys) -
     return batch[0], batch[1]
 
 
-def _chosen(batch: Any, keys: Keys) -> Any:
+def _chosen(batch: Any, keys: Key | Sequence[Key]) -> Any:
     """Return a batch's value of a key; for several names a dictionary (for named arguments); for several indices a tuple."""
     if isinstance(keys, (str, int)):
         return batch[keys]
-    chosen = {key: batch[key] for key in keys or ()}
+    chosen = {key: batch[key] for key in keys}
     return chosen if all(isinstance(key, str) for key in chosen) else tuple(chosen.values())
 
 
