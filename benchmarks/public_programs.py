@@ -115,12 +115,11 @@ class UnderLightning:
 
         class Note(L.Callback):
             def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
-                if (
-                    outputs and number % trainer.accumulate_grad_batches == 0
-                ):  # a step of the module's own ends with its last batch
+                if not outputs:  # a module with a loop of its own returns the loss of a step with its last batch
+                    return
+                if number % trainer.accumulate_grad_batches == 0:
                     losses.append(0.0)
-                if outputs:
-                    losses[-1] += float(outputs["loss"])  # Lightning has divided it by the number of batches in a step
+                losses[-1] += float(outputs["loss"])  # Lightning has divided it by the number of batches in a step
 
         class Loader:
             """A batch is fetched just before its step, because this seeds the draws of the step."""

@@ -30,10 +30,7 @@ def words_of(given: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
                 words.append(f"{key}._target_={__name__}.held_{key}")
             else:
                 what = f"a {type(value).__name__} is not a value of this key"
-                raise ValueError(
-                    f"{what} (an object can be a model, a dataset, a task, an optimizer, or a function "
-                    "of it that returns its scheduler)"
-                )
+                raise ValueError(f"{what} (a model, a dataset, a task, an optimizer and a scheduler can be objects)")
             if key == "optimizer":
                 _require_whole(value, given.get("model"))
         except ValueError as error:

@@ -403,6 +403,36 @@ class Centred(nn.Module):
         return {}
 
 
+class Spread(Classification):
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        return super().metrics(outputs, targets) | {"spread": outputs.std(0).sum() * len(targets)}
+
+
+class Mixing:
+    """A part that mixes the samples of a micro-batch, or adds noise."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def batch(self, loop: Any, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs + (torch.randn_like(inputs) if self.kind == "noise" else inputs.roll(1, 0)), targets
+
+
+class FrozenNorm(Net):
+    """A normalisation that stays in evaluation mode."""
+
+    def make(self) -> None:
+        self.norm = nn.BatchNorm1d(12).requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "FrozenNorm":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
 class Confusion(Classification):
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"confusion": torch.zeros(10, 10)}

@@ -79,14 +79,7 @@ def test_a_weight_that_stages_share_takes_no_buffers_with_it(schedule: str, tmp_
 @pytest.mark.parametrize(("on", "code"), [("null", 78), ("0", 1), ("1", 1)])
 def test_a_gradient_of_an_earlier_micro_batch_is_not_taken_for_a_sum(on: str, code: int, tmp_path: Path) -> None:
     """If only one rank finds that its gradients are not summed, the other does not wait for it until the time-out."""
-    line = [
-        *odd("Fickle"),
-        f"+model.on={on}",
-        "global_batch_size=16",
-        "micro_batch_size=4",
-        "trainer.max_epochs=null",
-        "trainer.max_steps=8",
-    ]
+    line = [*odd("Fickle"), f"+model.on={on}", "global_batch_size=16", "micro_batch_size=4"]
     ddp = ["parallel=ddp", "launch.nproc_per_node=2", "launch.max_restarts=0", "rehearse=false"]
 
     def hasten() -> None:
@@ -94,10 +87,7 @@ def test_a_gradient_of_an_earlier_micro_batch_is_not_taken_for_a_sum(on: str, co
 
     ended = command(*line, *ddp, root=tmp_path / "runs", before=hasten)
     assert ended.code == code, ended.output
-    assert (
-        "find_unused_parameters: false, but the model's forward does not use every parameter in every micro-batch"
-        in ended.output
-    )
+    assert "find_unused_parameters: false, but the model's forward does not use every parameter" in ended.output
     assert on == "null" or f"rank {on} failed" in ended.output
 
 

@@ -261,6 +261,8 @@ RIGHT = {
     "data that torch has computed on several threads, on two": [*users("computed", "parallel=ddp", TWO), "dataset.facts={num_classes: 10}",
                                                                 "model={_target_: torch.nn.Sequential, _args_: [{_target_: torch.nn.Linear, in_features: 784, out_features: 256}, {_target_: torch.nn.Sigmoid}, {_target_: torch.nn.Linear, in_features: 256, out_features: 10}]}",
                                                                 "dataset.val={_target_: tests.faulty_data.computed, n: 12}", "dataset.test={_target_: tests.faulty_data.computed, n: 12}"],
+    "a normalisation in evaluation mode, on two": [*model("FrozenNorm"), "parallel=ddp", TWO],
+    "a normalisation over all processes, on two": [*RUN, "model=cnn", "model.channels=[4]", "model.norm=batch", "trainer.sync_batchnorm=true", "parallel=ddp", TWO],
     "a sampler of lists": users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=list"),
 }  # fmt: skip
 
@@ -279,6 +281,15 @@ WARNED = {
     "functional dropout": (model("Dropping"), "model: ... draws random numbers ..."),
     "an own normalisation": (model("Coupling"), "model: ... couples the samples ..."),
     "own statistics": (model("Statistics"), "model: ... change its buffer mean ..."),
+    "a part that draws": (
+        [*model("Net"), "+part.mixing={_target_: tests.faulty.Mixing, kind: noise}"],
+        "part.mixing: its batch() draws random numbers ...",
+    ),
+    "a part that mixes": (
+        [*model("Net"), "+part.mixing={_target_: tests.faulty.Mixing, kind: roll}"],
+        "part.mixing: its batch() couples the samples ...",
+    ),
+    "a metric of the whole batch": (task("Spread"), "task: its value spread of a batch is not the sum ..."),
     "statistics of a task": ([*model("Net"), "task._target_=tests.faulty.Centred"], "task: ... change its buffer center ..."),
 }
 

@@ -257,7 +257,9 @@ class Muon(torch.optim.Optimizer):
         lr, weight_decay = group["lr"], group["weight_decay"]
         updates = [whole(self._momentum(parameter, group["momentum"])) for parameter in parameters]
         updates = [
-            self._orthogonalise(update) if index == self._rank or self._num_ranks == 1 else torch.empty_like(update)
+            orthogonalised(update, dtype=self._dtype)
+            if index == self._rank or self._num_ranks == 1
+            else torch.empty_like(update)
             for index, update in enumerate(updates)
         ]
         self._exchange(updates)
@@ -272,9 +274,6 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum)  # Nesterov
-
-    def _orthogonalise(self, matrix: Tensor) -> Tensor:
-        return orthogonalised(matrix, dtype=self._dtype)
 
     def _adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         for parameter in parameters:

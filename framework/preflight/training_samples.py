@@ -1,8 +1,7 @@
 """The samples that a rehearsal fetches from the training split, what they show about the data, and what their cut decides."""
 
-import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -13,16 +12,11 @@ from framework.build.training import Builder
 from framework.config.code import own_modules
 from framework.data.loader import Loader
 from framework.data.order import Order, parts
-from framework.engine.forward import modules_of
 from framework.engine.seam import MicroBatch, Step
-from framework.modules.structure import batch_norms, in_eval_mode
 from framework.modules.tensors import tensors_in
-from framework.optim.precision import PRECISIONS
-from framework.preflight.differences import same, untouched
-from framework.preflight.findings import Finding, Refused, blamed
-from framework.preflight.player import Player, in_whole_batches
-from framework.preflight.processes import data_ranks
-from framework.preflight.two_steps import Sketch, other_sketch, sketch
+from framework.preflight.differences import same
+from framework.preflight.findings import Refused, blamed
+from framework.preflight.player import in_whole_batches
 from framework.training.plan import Plan
 
 KEYED = "from torch, numpy.random or random directly"  # the run seeds these generators
@@ -187,108 +181,3 @@ def batch_tensors(step: Step | MicroBatch) -> list[Tensor]:
     """Return the inputs and targets."""
     micro_batches: Iterable[MicroBatch] = [step] if isinstance(step, MicroBatch) else step.micro_batches
     return tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in micro_batches])
-
-
-# --- what depends on the cut of a step
-
-
-class Cutting:
-    """A search for dependence on the cut. `build` is a rehearsal's, `run` is the run's."""
-
-    def __init__(self, build: Builder, samples: TrainingSamples, *, run: Builder) -> None:
-        self._player, self._samples, self._of_run = Player(build, sources={"train": samples.source}), samples, run.config
-        self._size = build.config.global_batch_size // 2
-        # in the run, a micro-batch is a process's share of a step
-        depends = self._of_run.micro_batch_size == "auto" or self._of_run.launch.most_processes > 1
-        self._is_open = self._of_run.known_micro_batch_size is None and depends
-
-    def look_at_smallest(self) -> None:
-        """Refuse a model or task that does not take the run's smallest micro-batch, if it is smaller than the rehearsal's."""
-        config = self._of_run
-        size = self._samples.smallest(dp_size=data_ranks(config.parallel, config.launch.most_processes))
-        if size >= self._size:
-            return
-        fixed = config.known_micro_batch_size
-        is_by_end = fixed is None or config.global_batch_size % fixed == 0
-        cure = "drop_last=true leaves it out" if is_by_end else "a micro_batch_size that divides global_batch_size"
-        what = f"it does not take a micro-batch of {size} sample{'s' * (size != 1)}, the run's smallest"
-        with blamed("model", what, cure):
-            self._loss(self._samples.cut(size)[:1])
-
-    def look(self) -> list[Finding]:
-        """Return the warnings for the run. Raise Refused for a mean where a sum is needed."""
-        found: list[Finding] = []
-        for look in (self._look_at_loss, self._look_at_training):
-            try:
-                found = found or look()
-            except Refused:
-                raise
-            except Exception:  # a model, or a collate function, that does not accept so few samples
-                continue
-        if self._is_open and self._samples.draw_for_micro_batches:  # this explains what was found
-            found = self._depends_on_cut("dataset", "its collate function or a transform draws once for a whole micro-batch")
-        return found
-
-    def _loss(self, micro_batches: Sequence[MicroBatch]) -> float:
-        return self._loss_and_buffers(micro_batches)[0]
-
-    def _loss_and_buffers(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Sketch]]:
-        """Return the loss of a step with these micro-batches, and what the step makes of the buffers; nothing is changed."""
-        step = Step(0, sum(micro_batch.num_samples for micro_batch in micro_batches), list(micro_batches))
-        holders = [self._player.module, *modules_of(self._player.task).values()]
-        with untouched(*holders):
-            loss = float(self._player.gradients(step, index=0, measure=False)["loss"])
-            return loss, {name: sketch(buffer) for holder in holders for name, buffer in holder.named_buffers()}
-
-    def _look_at_loss(self) -> list[Finding]:
-        """Compare, in evaluation mode, the loss of some samples with the losses of their halves."""
-        half = max(1, self._size // 2)
-        with in_eval_mode(self._player.module):
-            whole, parts = self._loss(self._samples.cut(2 * half)[:1]), self._loss(self._samples.cut(half)[:2])
-        rounding = 1e-5 if PRECISIONS[self._of_run.precision.name].autocast is None else 1e-2
-        if not math.isfinite(whole + parts) or abs(whole - parts) <= rounding * max(abs(whole), abs(parts)):
-            return []
-        where = place_of_loss(self._player.task)
-        if abs(2 * whole - parts) <= rounding * max(abs(2 * whole), abs(parts)):
-            what = f"its loss of a batch{where} is the mean of its halves' losses"
-            what = f"{what}: the results would depend on how a step is cut"
-            raise Refused("task", what, "return the sum over the samples (reduction='sum')")
-        return self._depends_on_cut("task", f"its loss of a batch{where} is neither the sum nor the mean of its halves' losses")
-
-    def _look_at_training(self) -> list[Finding]:
-        """Warn of a training forward that draws, or that couples samples or counts them although no layer class shows it."""
-        if not self._is_open:
-            return []
-        if self._of_run.trainer.sync_batchnorm:
-            for layer in batch_norms(self._player.module):
-                layer.eval()
-        whole, *_ = self._samples.cut(self._size)
-        (at_once, counted), *others = (self._loss_and_buffers([whole._replace(number=number)]) for number in range(3))
-        if any(other != at_once for other, _ in others):
-            return self._depends_on_cut("model", "its training forward draws random numbers")
-        parts = self._samples.cut(max(n for n in range(1, self._size) if self._size % n == 0))
-        in_parts, counted_in_parts = self._loss_and_buffers([part for part in parts if part.start < self._size])
-        if abs(at_once - in_parts) > 1e-3 * abs(at_once):
-            return self._depends_on_cut("model", "its training forward couples the samples of a micro-batch")
-        if name := other_sketch(counted, counted_in_parts):
-            key = "model" if name in dict(self._player.module.named_buffers()) else "task"
-            return self._depends_on_cut(key, f"in training, the samples of a micro-batch change its buffer {name}")
-        return []
-
-    def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
-        if not self._is_open:
-            return []
-        memory = " and their memory" * (self._of_run.micro_batch_size == "auto")
-        what, cure = f"{what}, so the results depend on the number of processes{memory}", "set micro_batch_size"
-        if memory:
-            cure = f"{cure} to a number"
-        elif any(layer.training for layer in batch_norms(self._player.module)):
-            cure = f"{cure}, or trainer.sync_batchnorm=true"
-        return [Finding(key, what, cure, refuses=False)]
-
-
-def place_of_loss(task: object) -> str:
-    """Return the file and the line of a task's loss, for a message: of its `source`, if another function computes it."""
-    found = getattr(task, "source", None) or getattr(task, "step", None) or getattr(task, "loss", None)
-    code = getattr(found, "__code__", None)
-    return f" (at {code.co_filename}:{code.co_firstlineno})" if code is not None else ""

@@ -12,10 +12,11 @@ from framework.engine.forward import modules_of
 from framework.engine.seam import Step
 from framework.optim.update import Update
 from framework.preflight.continuation import BEFORE, Continued, leave_in, validation_tensors
+from framework.preflight.cutting import Cutting
 from framework.preflight.differences import Writes
 from framework.preflight.findings import Finding, Refused, blamed
 from framework.preflight.player import SINGLE, Player
-from framework.preflight.training_samples import KEYED, Cutting, TrainingSamples
+from framework.preflight.training_samples import KEYED, TrainingSamples
 from framework.preflight.two_steps import other_sketch, sketches
 
 _AGING, _SMALL = 32, 1_000_000  # steps before the second comparison, for models with at most so many parameters

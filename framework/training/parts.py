@@ -59,6 +59,11 @@ class LoopParts:
                     raise Unfit(f"part.{name}: {what} (write into it: copy_)")
         return returned
 
+    @property
+    def changing_batches(self) -> list[str]:
+        """The names of the parts that change batches."""
+        return [name for name, _ in self._at["batch"]]
+
     def begin_step(self, step: Step, *, has_row: bool) -> Step:
         """Start a step, and return it with the parts' changes of its batches."""
         self.loop.has_row, self.loop.step_begun = has_row, self.loop.step + 1

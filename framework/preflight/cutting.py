@@ -1,0 +1,132 @@
+"""What decides the results of a step besides its samples: how it is cut into micro-batches."""
+
+import math
+from collections.abc import Sequence
+
+from framework.build.training import Builder
+from framework.engine.forward import modules_of
+from framework.engine.seam import MicroBatch, Step
+from framework.modules.structure import batch_norms, in_eval_mode
+from framework.optim.precision import PRECISIONS
+from framework.preflight.differences import differ, untouched
+from framework.preflight.findings import Finding, Refused, blamed
+from framework.preflight.player import Player
+from framework.preflight.processes import data_ranks
+from framework.preflight.training_samples import TrainingSamples
+from framework.preflight.two_steps import Sketch, other_sketch, sketch
+
+
+class Cutting:
+    """A search for dependence on the cut. `build` is a rehearsal's, `run` is the run's."""
+
+    def __init__(self, build: Builder, samples: TrainingSamples, *, run: Builder) -> None:
+        self._player, self._samples, self._of_run = Player(build, sources={"train": samples.source}), samples, run.config
+        self._size = build.config.global_batch_size // 2
+        # in the run, a micro-batch is a process's share of a step
+        depends = self._of_run.micro_batch_size == "auto" or self._of_run.launch.most_processes > 1
+        self._is_open = self._of_run.known_micro_batch_size is None and depends
+
+    def look_at_smallest(self) -> None:
+        """Refuse a model or task that does not take the run's smallest micro-batch, if it is smaller than the rehearsal's."""
+        config = self._of_run
+        size = self._samples.smallest(dp_size=data_ranks(config.parallel, config.launch.most_processes))
+        if size >= self._size:
+            return
+        fixed = config.known_micro_batch_size
+        is_by_end = fixed is None or config.global_batch_size % fixed == 0
+        cure = "drop_last=true leaves it out" if is_by_end else "a micro_batch_size that divides global_batch_size"
+        what = f"it does not take a micro-batch of {size} sample{'s' * (size != 1)}, the run's smallest"
+        with blamed("model", what, cure):
+            self._loss(self._samples.cut(size)[:1])
+
+    def look(self) -> list[Finding]:
+        """Return the warnings for the run. Raise Refused for a mean where a sum is needed."""
+        found: list[Finding] = []
+        for look in (self._look_at_loss, self._look_at_training):
+            try:
+                found = found or look()
+            except Refused:
+                raise
+            except Exception:  # a model, or a collate function, that does not accept so few samples
+                continue
+        if self._is_open and self._samples.draw_for_micro_batches:  # this explains what was found
+            found = self._depends_on_cut("dataset", "its collate function or a transform draws once for a whole micro-batch")
+        return found
+
+    def _loss(self, micro_batches: Sequence[MicroBatch]) -> float:
+        return self._sums_and_buffers(micro_batches, measure=False)[0]["loss"]
+
+    def _sums_and_buffers(
+        self, micro_batches: Sequence[MicroBatch], *, with_parts: bool = False, measure: bool = True
+    ) -> tuple[dict[str, float], dict[str, Sketch]]:
+        """Return what a step with these micro-batches sums up, and what it makes of the buffers; nothing is changed."""
+        step = Step(0, sum(micro_batch.num_samples for micro_batch in micro_batches), list(micro_batches))
+        holders = [self._player.module, *modules_of(self._player.task).values()]
+        with untouched(*holders):
+            step = self._player.parts.begin_step(step, has_row=True) if with_parts else step
+            sums = self._player.gradients(step, index=0, measure=measure)
+            buffers = {name: sketch(buffer) for holder in holders for name, buffer in holder.named_buffers()}
+            return {name: float(value) for name, value in sums.items()}, buffers
+
+    def _look_at_loss(self) -> list[Finding]:
+        """Compare, in evaluation mode, the loss of some samples with the losses of their halves."""
+        half = max(1, self._size // 2)
+        with in_eval_mode(self._player.module):
+            whole, parts = self._loss(self._samples.cut(2 * half)[:1]), self._loss(self._samples.cut(half)[:2])
+        rounding = 1e-5 if PRECISIONS[self._of_run.precision.name].autocast is None else 1e-2
+        if not math.isfinite(whole + parts) or abs(whole - parts) <= rounding * max(abs(whole), abs(parts)):
+            return []
+        where = place_of_loss(self._player.task)
+        if abs(2 * whole - parts) <= rounding * max(abs(2 * whole), abs(parts)):
+            what = f"its loss of a batch{where} is the mean of its halves' losses"
+            what = f"{what}: the results would depend on how a step is cut"
+            raise Refused("task", what, "return the sum over the samples (reduction='sum')")
+        return self._depends_on_cut("task", f"its loss of a batch{where} is neither the sum nor the mean of its halves' losses")
+
+    def _look_at_training(self) -> list[Finding]:
+        """Warn of a training step that draws, that couples samples or that counts them, whatever code does so."""
+        if not self._is_open:
+            return []
+        if self._of_run.trainer.sync_batchnorm:
+            for layer in batch_norms(self._player.module):
+                layer.eval()
+        changing = [f"part.{name}" for name in self._player.parts.changing_batches]
+        found = self._look_at_cuts("model", "its training forward", with_parts=False)
+        return found or (self._look_at_cuts(", ".join(changing), "its batch()", with_parts=True) if changing else [])
+
+    def _look_at_cuts(self, key: str, what: str, *, with_parts: bool) -> list[Finding]:
+        """Compare some samples at once with the same samples again, and with their parts."""
+        whole, *_ = self._samples.cut(self._size)
+        at_once = [self._sums_and_buffers([whole._replace(number=number)], with_parts=with_parts) for number in range(3)]
+        (sums, buffers), *again = at_once
+        if any(differ(other, sums, tolerance=0.0) for other, _ in again):
+            return self._depends_on_cut(key, f"{what} draws random numbers")
+        parts = self._samples.cut(max(n for n in range(1, self._size) if self._size % n == 0))
+        mine = [part for part in parts if part.start < self._size]
+        in_parts, buffers_in_parts = self._sums_and_buffers(mine, with_parts=with_parts)
+        if differ(in_parts["loss"], sums["loss"], tolerance=1e-3):
+            return self._depends_on_cut(key, f"{what} couples the samples of a micro-batch")
+        if name := other_sketch(buffers, buffers_in_parts):
+            owner = "model" if name in dict(self._player.module.named_buffers()) else "task"
+            return self._depends_on_cut(owner, f"in training, the samples of a micro-batch change its buffer {name}")
+        if name := next((name for name in sums if differ(in_parts.get(name), sums[name], tolerance=1e-3)), ""):
+            return self._depends_on_cut("task", f"its value {name} of a batch is not the sum of the values of its parts")
+        return []
+
+    def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
+        if not self._is_open:
+            return []
+        memory = " and their memory" * (self._of_run.micro_batch_size == "auto")
+        what, cure = f"{what}, so the results depend on the number of processes{memory}", "set micro_batch_size"
+        if memory:
+            cure = f"{cure} to a number"
+        elif any(layer.training for layer in batch_norms(self._player.module)):
+            cure = f"{cure}, or trainer.sync_batchnorm=true"
+        return [Finding(key, what, cure, refuses=False)]
+
+
+def place_of_loss(task: object) -> str:
+    """Return the file and the line of a task's loss, for a message: of its `source`, if another function computes it."""
+    found = getattr(task, "source", None) or getattr(task, "step", None) or getattr(task, "loss", None)
+    code = getattr(found, "__code__", None)
+    return f" (at {code.co_filename}:{code.co_firstlineno})" if code is not None else ""
