@@ -66,7 +66,7 @@ class Groups:
         self._at_end.append((leave, abandon))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def ending_together(self) -> Iterator[None]:
         """Turn the end of a run into a failure if only this rank reaches it: the others would wait for it.
 
         A signal may reach the ranks at different times.

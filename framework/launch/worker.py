@@ -85,7 +85,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
         gc.freeze()  # imported objects stay, so no garbage collection needs to look at them
         at_end.callback(gc.unfreeze)
         try:
-            with world.groups.together(), fitting(Builder(config, world=world, token=frozen.token)) as build:
+            with world.groups.ending_together(), fitting(Builder(config, world=world, token=frozen.token)) as build:
                 code: Exit = locate(MODES[config.mode].worker)(build)
         except RunEnded as end:
             if world.rank == 0:

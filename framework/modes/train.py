@@ -45,7 +45,7 @@ def train(build: Builder) -> Exit:
     trainer = build.trainer()
     trainer.update.require_steps(trainer.plan.total_steps)
     try:
-        with world.groups.together():
+        with world.groups.ending_together():
             _continue(trainer, build)
             open_record(trainer, build, places=places)
             is_finished = trainer.fit()

@@ -50,13 +50,13 @@ def build(make: Callable[[], Any], *, on_meta: bool) -> Any:
         torch.set_rng_state(states)
         module = make()
         if isinstance(module, nn.Module):
-            _let_go(module)
+            _drop_weak_references(module)
             for parameter in nn.Module.parameters(module):
                 _to_meta(parameter)
         return module
 
 
-def _let_go(module: nn.Module) -> None:
+def _drop_weak_references(module: nn.Module) -> None:
     """Drop the weak references of recurrent layers to their parameters, which could not be swapped. `fill` makes new ones."""
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
@@ -86,7 +86,7 @@ _ASIDE: WeakKeyDictionary[nn.Module, _Aside] = WeakKeyDictionary()
 
 def put_aside(model: nn.Module) -> None:
     """Leave a model's parameters without numbers until `fill`; rank 0 keeps the numbers. Not collective."""
-    _let_go(model)
+    _drop_weak_references(model)
     named, first = named_tensors(model), dict[int, str]()
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)
