@@ -9,10 +9,10 @@ import psutil
 from framework.data.synthetic import Synthetic
 
 
-def addresses(pids: set[int]) -> list[tuple[int, str]]:
-    """Return the process and the address of every TCP socket, of either family, on which one of these listens."""
+def addresses(pids: set[int]) -> list[tuple[int, str, int]]:
+    """Return the process, the address and the port of every TCP socket, of either family, on which one of these listens."""
     sockets = psutil.net_connections(kind="tcp")
-    return [(s.pid, s.laddr.ip) for s in sockets if s.status == psutil.CONN_LISTEN and s.pid in pids]
+    return [(s.pid, *s.laddr) for s in sockets if s.status == psutil.CONN_LISTEN and s.pid in pids]
 
 
 class Listening(Synthetic):
