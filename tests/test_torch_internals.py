@@ -68,7 +68,8 @@ def test_the_compiler_is_found_and_its_caches_are_in_the_folder(monkeypatch: pyt
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")  # put back at the end
     frozen = gc.get_freeze_count()
     torch_compiler.import_dynamo()
-    assert gc.get_freeze_count() >= frozen > 0, "it was imported: what is frozen stays so"
+    # a few of the frozen objects may have died since; gc.unfreeze() would leave none
+    assert gc.get_freeze_count() > frozen / 2 > 0, "it was imported: what is frozen stays so"
     assert isinstance(torch_compiler.has_compiler(), bool)
     torch_compiler.compile_into(tmp_path / "compiled", num_versions=24)
     assert torch._inductor.config.fx_graph_cache and torch._dynamo.config.recompile_limit == 24
