@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from framework.runs.metrics_file import Mark, MetricsFile, read_rows, sampled_rows
+from framework.runs.history import read_history
+from framework.runs.metrics_file import Mark, MetricsFile, read_rows
 
 ROW = {"step": 0, "split": "train", "loss": 1.234567891, "accuracy": 0.5, "top5": 0.9, "lr": 1e-3, "grad_norm": 1.2, "epoch": 1,
        "samples_per_s": 12345.678, "step_s": 0.1, "data_s": 0.01, "forward_backward_s": 0.08, "optimizer_s": 0.01}  # fmt: skip
@@ -59,7 +60,7 @@ def main(num_rows: int) -> None:
         sides: dict[str, Callable[[], object]] = {
             "the file's bytes, read": path.read_bytes,
             "a resume": lambda: MetricsFile(path, step=num_rows, mark=mark).close(),
-            "the rows that its curves show": partial(sampled_rows, path, most=5000),
+            "the rows that its curves show": partial(read_history, path, monitor="val/loss", mode="min", most=5000, aside=()),
             "each row, parsed": partial(read_rows, path),
         }
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}

@@ -1,12 +1,12 @@
 """metrics.jsonl at a resume: cut where a checkpoint says, without reading a row; and read row by row where it is not as it was."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from framework.runs import metrics_file
-from framework.runs.metrics_file import Mark, MetricsFile, read_rows, sampled_rows
+from framework.runs.history import read_history
+from framework.runs.metrics_file import Mark, MetricsFile, read_rows
 
 
 def written(path: Path, steps: range, *, mark: Mark | None = None) -> Mark:
@@ -67,8 +67,9 @@ def test_a_file_that_is_not_as_it_was_is_read_row_by_row(damage: str, tmp_path: 
 def test_of_many_training_rows_the_last_and_some_before_it_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, range(1, 1001))
-    rows = sampled_rows(path, most=30)
-    train = [row["step"] for row in rows if row["split"] == "train"]
-    assert len(train) <= 30 and train[-1] == 1000 and len({b - a for a, b in zip(train, train[1:])}) == 1
-    assert sum(row["split"] == "val" for row in rows) == 100
-    assert json.dumps(sampled_rows(path, most=10**6)) == json.dumps(read_rows(path))
+    some, every = (read_history(path, monitor="val/loss", mode="min", most=most, aside=("lr",)) for most in (40, 10**6))
+    train = some["train/loss"].steps
+    assert 20 <= len(train) <= 40 and train[-1] == 1000 and len({b - a for a, b in zip(train, train[1:-1])}) == 1
+    assert len(some["val/loss"].steps) == 100
+    rows = [row for row in read_rows(path) if row["split"] == "train"]
+    assert [*zip(every["train/loss"].steps, every["train/loss"].values)] == [(row["step"], row["loss"]) for row in rows]

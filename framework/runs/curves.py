@@ -9,16 +9,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from framework.runs.metrics_file import Row, is_curve, is_maximised, sampled_rows
+from framework.runs.history import Series, read_history
 from framework.runtime.exits import headline
 from framework.runtime.files import replacing
 from framework.runtime.log import LOGGER
 
 _SPLITS = {"train": "#9aa5b1", "val": "#1f77b4", "test": "#d62728"}
 _OTHERS = ("#2ca02c", "#9467bd", "#8c564b", "#e377c2")  # further validation sets
-_ACROSS = 3  # large panels per row
-_LARGE, _SMALL = (5.0, 3.6), (2.5, 1.7)  # inches, for a panel with its margins
-_MARGINS = {"left": 0.6, "right": 0.15, "top": 0.4, "bottom": 0.5}  # inches, around a panel's axes
+_ACROSS = 3  # large panels per row; a small panel has half of the width
+_LARGE, _SMALL, _WIDTH = 2.7, 0.8, 1.75  # inches: the heights of large and small axes, and the width of small axes
+_BESIDE, _BELOW = 0.75, 0.9  # inches between axes, for their numbers and titles
 _MOST_POINTS = 5000  # per curve; a curve has fewer pixels
 _ASIDE = ("lr", "grad_norm", "samples_per_s")  # columns of the training rows that get a small panel
 
@@ -36,58 +36,57 @@ def draw_curves(metrics: Path, target: Path, *, title: str, restarts: list[int],
 def _figure(metrics: Path, *, title: str, restarts: list[int], monitor: str, mode: str) -> Any:
     from matplotlib.figure import Figure  # takes half a second: only at the end of a run
 
-    rows = sampled_rows(metrics, most=_MOST_POINTS)
-    names = [name for name in dict.fromkeys(key for row in rows for key in row) if is_curve(name)]
+    panels: dict[str, dict[str, Series]] = {}  # by metric and split
+    for path, series in read_history(metrics, monitor=monitor, mode=mode, most=_MOST_POINTS, aside=_ASIDE).items():
+        split, _, name = path.partition("/")
+        if series.steps and (name not in _ASIDE or split == "train"):
+            panels.setdefault(name, {})[split] = series
+    names = [name for name in panels if name not in _ASIDE]
     if not names:
         return None
-    large = [name for name in names if name in ("loss", monitor.partition("/")[2]) or not _is_flat(rows, name)] or names
-    small = [name for name in names if name not in large]
-    small += [name for name in _ASIDE if any(row.get(name) is not None for row in rows)]
-    width = min(_ACROSS, len(large)) * _LARGE[0]
-    height = 0.3  # the height of the title
-    places = []  # left, top, width and height in inches
-    for sizes, count in ((_LARGE, len(large)), (_SMALL, len(small))):
-        across = round(width / sizes[0])
-        places += [(width / across * (n % across), height + sizes[1] * (n // across), *sizes) for n in range(count)]
-        height += sizes[1] * math.ceil(count / across)
+    large = [name for name in names if name in ("loss", monitor.partition("/")[2]) or not _is_flat(panels[name])] or names
+    small = [name for name in (*names, *_ASIDE) if name in panels and name not in large]
+    across = 2 * min(_ACROSS, len(large))
+    num_rows = [math.ceil(2 * len(large) / across), math.ceil(len(small) / across)]
+    heights = [height for height, count in zip((_LARGE, _SMALL), num_rows) for _ in range(count)]
+    width, height = across * (_WIDTH + _BESIDE), 0.3 + sum(heights) + _BELOW * len(heights)
     figure = Figure(figsize=(width, height))
     figure.text(0.5, 1 - 0.1 / height, title, fontsize=10, ha="center", va="top")
-    for name, (left, top, wide, high) in zip([*large, *small], places):
-        inner = wide - _MARGINS["left"] - _MARGINS["right"], high - _MARGINS["top"] - _MARGINS["bottom"]
-        start = left + _MARGINS["left"], height - top - high + _MARGINS["bottom"]
-        axes = figure.add_axes((start[0] / width, start[1] / height, inner[0] / width, inner[1] / height))
-        if name in large:
-            _draw_metric(axes, rows, name, restarts, is_max=is_maximised(f"val/{name}", monitor=monitor, mode=mode))
-        else:
-            _draw_aside(axes, rows, name, restarts)
+    grid = figure.add_gridspec(
+        len(heights), across, height_ratios=heights, left=0.6 / width, right=1 - 0.15 / width, bottom=0.5 / height,
+        top=1 - 0.7 / height, wspace=_BESIDE / _WIDTH, hspace=_BELOW * len(heights) / sum(heights),
+    )  # fmt: skip
+    colors = _colors({split for panel in panels.values() for split in panel})
+    for number, name in enumerate(large):
+        row, place = divmod(2 * number, across)
+        _draw_metric(figure.add_subplot(grid[row, place : place + 2]), name, panels[name], colors, restarts)
+    for number, name in enumerate(small):
+        row, place = divmod(number, across)
+        _draw_aside(figure.add_subplot(grid[num_rows[0] + row, place]), name, panels[name], colors, restarts)
     return figure
 
 
-def _is_flat(rows: list[Row], name: str) -> bool:
+def _is_flat(of_splits: dict[str, Series]) -> bool:
     """Return whether nine of ten values are equal within one percent, so that a curve would show nothing."""
-    values = [row[name] for row in rows if row.get(name) is not None]
-    middle = median(values) if values else math.nan
+    values = [value for series in of_splits.values() for value in series.values]
+    middle = median(values)
     return sum(abs(value - middle) <= 0.01 * abs(middle) for value in values) >= 0.9 * len(values)
 
 
-def _colors(rows: list[Row]) -> dict[str, str]:
+def _colors(splits: set[str]) -> dict[str, str]:
     """Return the color of each split."""
-    others = sorted({row["split"] for row in rows} - _SPLITS.keys())
+    others = sorted(splits - _SPLITS.keys())
     return _SPLITS | {split: _OTHERS[number % len(_OTHERS)] for number, split in enumerate(others)}
 
 
-def _points(rows: list[Row], name: str, split: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
-
-
-def _draw_metric(axes: Any, rows: list[Row], name: str, restarts: list[int], *, is_max: bool) -> None:
-    for split, color in _colors(rows).items():
-        if points := _points(rows, name, split):
-            marker = "o" if len(points) < 30 else None
-            axes.plot(*zip(*points), color=color, label=split, marker=marker, markersize=3, linewidth=1.2)
-            if split == "val":
-                step, value = (max if is_max else min)(points, key=lambda point: point[1])
-                axes.plot([step], [value], "*", color=color, markersize=11, label=f"best {value:.4g} at {step}")
+def _draw_metric(axes: Any, name: str, of_splits: dict[str, Series], colors: dict[str, str], restarts: list[int]) -> None:
+    for split in filter(of_splits.__contains__, colors):
+        series, color = of_splits[split], colors[split]
+        marker = "o" if len(series.steps) < 30 else None
+        axes.plot(series.steps, series.values, color=color, label=split, marker=marker, markersize=3, linewidth=1.2)
+        if split == "val":
+            best, step = series.best, series.best_step
+            axes.plot([step], [best], "*", color=color, markersize=11, label=f"best {best:.4g} at {step}")
     for index, step in enumerate(restarts):
         axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if index == 0 else None)
     axes.set(xlabel="step", title=name)
@@ -95,10 +94,9 @@ def _draw_metric(axes: Any, rows: list[Row], name: str, restarts: list[int], *, 
     axes.legend(frameon=False)
 
 
-def _draw_aside(axes: Any, rows: list[Row], name: str, restarts: list[int]) -> None:
-    for split, color in _colors(rows).items():
-        if name not in _ASIDE or split == "train":
-            axes.plot(*zip(*_points(rows, name, split)), color=color, label=split, linewidth=1)
+def _draw_aside(axes: Any, name: str, of_splits: dict[str, Series], colors: dict[str, str], restarts: list[int]) -> None:
+    for split in filter(of_splits.__contains__, colors):
+        axes.plot(of_splits[split].steps, of_splits[split].values, color=colors[split], label=split, linewidth=1)
     for step in restarts:
         axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1)
     axes.set_title(name, fontsize=9)

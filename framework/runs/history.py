@@ -1,12 +1,11 @@
-"""The report's extract of a metrics file: curves with a screen's resolution, best and last values."""
+"""The extract of a metrics file for a picture: curves with a screen's resolution, best and last values."""
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from framework.runs.metrics_file import TRAIN_ROW, is_curve, is_maximised, number, row_in
-
-_MOST_POINTS = 300  # per training curve: a screen cannot show more
 
 
 @dataclass(slots=True)
@@ -16,11 +15,11 @@ class Series:
     maximised: bool
     last: float = math.nan  # nan: the value in the last row is not finite
     best: float = math.nan
-    best_step: float = math.nan
-    steps: list[float] = field(default_factory=list)
+    best_step: int = 0
+    steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def add(self, step: float, value: float, *, is_kept: bool) -> None:
+    def add(self, step: int, value: float, *, is_kept: bool) -> None:
         self.last = value
         if not math.isfinite(value):
             return
@@ -31,12 +30,15 @@ class Series:
             self.values.append(value)
 
 
-def read_history(path: Path, *, monitor: str, mode: str) -> dict[str, Series]:
-    """Read a `metrics.jsonl`. Skip damaged lines. `monitor` and `mode` are the keys of `checkpoint`."""
+def read_history(path: Path, *, monitor: str, mode: str, most: int, aside: Container[str]) -> dict[str, Series]:
+    """Read a `metrics.jsonl`. Skip damaged lines. `monitor` and `mode` are the keys of `checkpoint`.
+
+    A training curve has at most `most` points. `aside` are columns that are no curves of a metric, but belong to the picture.
+    """
     with open(path, "rb") as file:
         num_train = sum(TRAIN_ROW in line for line in file)
         every = 1
-        while num_train > _MOST_POINTS * every:
+        while num_train > most * every:
             every *= 2  # a power of two: so runs of different length have common steps
         file.seek(0)
         found: dict[str, Series] = {}
@@ -44,14 +46,14 @@ def read_history(path: Path, *, monitor: str, mode: str) -> dict[str, Series]:
         seen = 0
         for line in file:
             seen += (is_train := TRAIN_ROW in line)
-            if (row := row_in(line)) is None or not math.isfinite(step := number(row["step"])):
+            if (row := row_in(line)) is None or not math.isfinite(number(row["step"])):
                 continue
             kind = (row["split"], *row)
             if kind not in of_rows:
-                names = [name for name in row if is_curve(name) or name == "samples_per_s"]
+                names = [name for name in row if is_curve(name) or name in aside]
                 of_rows[kind] = [(name, _series(found, f"{row['split']}/{name}", monitor, mode)) for name in names]
             for name, series in of_rows[kind]:
-                series.add(step, number(row[name]), is_kept=not is_train or seen % every == 0 or seen == num_train)
+                series.add(row["step"], number(row[name]), is_kept=not is_train or seen % every == 0 or seen == num_train)
     return found
 
 

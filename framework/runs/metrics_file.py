@@ -153,19 +153,6 @@ def iterate_rows(path: Path, *, until: float = math.inf) -> Iterator[Row]:
 TRAIN_ROW = b'"split": "train"'
 
 
-def sampled_rows(path: Path, *, most: int) -> list[Row]:
-    """Return the rows, with only as many training rows as a curve shows: the last row and rows at equal distances before it."""
-    with open(path, "rb") as file:
-        num_train = sum(TRAIN_ROW in line for line in file)
-        every, number, lines = -(-num_train // most) or 1, 0, []
-        file.seek(0)
-        for line in file:
-            number += (is_train := TRAIN_ROW in line)
-            if not is_train or (num_train - number) % every == 0:
-                lines.append(line)
-    return [numbers_of(row) for row in _whole_rows(lines)]
-
-
 class Histogram(NamedTuple):
     """How many of a tensor's values lie in each of equal bins between `lowest` and `highest`."""
 

@@ -33,6 +33,7 @@ _MOST_BYTES = 16 << 20  # for provenance.json
 _LONGEST_LINE = 1 << 16
 _LARGEST_PICTURE = 1 << 18
 _PNG = b"\x89PNG\r\n\x1a\n"
+_MOST_POINTS = 300  # per training curve: a screen cannot show more
 _MOST_SAMPLES = 8  # samples with shown predictions
 _NUMBERS = ("step", "samples_seen", "wall_s", "train_s", "goodput", "restarts")
 _NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # keys of a configuration that describe a run's place, like its label
@@ -128,7 +129,9 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
     plain = read_config(directory.path)
     config = {printable(key): printable(text) for key, text in settings_of(plain or {}).items()}
     monitor, mode = config.get("checkpoint.monitor", "val/loss"), config.get("checkpoint.mode", "min")
-    found = read_history(directory.metrics, monitor=monitor, mode=mode) if directory.metrics.exists() else {}
+    found = dict[str, Series]()
+    if directory.metrics.exists():
+        found = read_history(directory.metrics, monitor=monitor, mode=mode, most=_MOST_POINTS, aside=("samples_per_s",))
     state = directory.state
     lacks_rows = not found and state != "running"  # a running run may not have its first row yet
     missing = {
@@ -295,4 +298,4 @@ def _packed(series: Series, grids: dict[tuple[int, ...], int]) -> tuple[int, str
     values = array("f", series.values)  # a too large value becomes infinite, and is not drawn
     if sys.byteorder == "big":
         values.byteswap()
-    return grids.setdefault(tuple(map(int, series.steps)), len(grids)), base64.b64encode(values.tobytes()).decode()
+    return grids.setdefault(tuple(series.steps), len(grids)), base64.b64encode(values.tobytes()).decode()
