@@ -12,8 +12,6 @@ import time
 from array import array
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -22,7 +20,6 @@ from framework.config.identity import is_below
 from framework.runs.compare import environment_of
 from framework.runs.directory import RECORD_FILES, RunDirectory
 from framework.runs.history import Series, read_history
-from framework.runs.media import list_media
 from framework.runs.metrics_file import number
 from framework.runs.provenance import Provenance
 from framework.runs.settings import TextByKey, differing, execution_of, read_config, settings_of, with_options
@@ -30,11 +27,7 @@ from framework.runtime.files import write_atomically
 
 _MOVED_ASIDE = re.compile(r"\.old-\d+$")
 _MOST_BYTES = 16 << 20  # for provenance.json
-_LONGEST_LINE = 1 << 16
-_LARGEST_PICTURE = 1 << 18
-_PNG = b"\x89PNG\r\n\x1a\n"
 _MOST_POINTS = 300  # per training curve: a screen cannot show more
-_MOST_SAMPLES = 8  # samples with shown predictions
 _NUMBERS = ("step", "samples_seen", "wall_s", "train_s", "goodput", "restarts")
 _NOT_SHOWN = ("run", "hash", "mode", "hydra", "name")  # keys of a configuration that describe a run's place, like its label
 
@@ -53,9 +46,6 @@ class ReportedRun:
     series: dict[str, Series]  # by SPLIT/METRIC
     numbers: dict[str, float]  # of summary.json; nan if unknown
     origin: dict[str, str]  # of the latest start: command, commit, packages, ...; empty without a record
-    predictions: dict[str, list[dict[str, Any]]]  # the first lines of each file of mode=predict, by the file's name
-    pictures: dict[str, bytes]  # PNG pictures of these samples, by the same names
-    media: list[tuple[str, str, str]]  # the latest pictures (in base64) and texts that parts have logged: title, kind, content
 
 
 def find_runs(root: Path) -> list[Path]:
@@ -101,14 +91,7 @@ class RunReader:
 
 def _files_of(directory: RunDirectory) -> list[Path]:
     path = directory.path
-    return [
-        path / "config.yaml",
-        path / "provenance.json",
-        directory.metrics,
-        directory.summary,
-        directory.predictions,
-        directory.media,
-    ]
+    return [path / "config.yaml", path / "provenance.json", directory.metrics, directory.summary]
 
 
 def _version_of(path: Path) -> tuple[int, ...]:
@@ -151,9 +134,6 @@ def _read_run(directory: RunDirectory, label: str) -> ReportedRun:
         series={printable(name): one for name, one in found.items()},
         numbers={name: number(summary.get(name)) for name in _NUMBERS},
         origin=_read_origin(directory.path),
-        predictions=_read_predictions(directory.predictions),
-        pictures=_read_pictures(directory.predictions),
-        media=_read_media(directory.media),
     )
 
 
@@ -166,57 +146,6 @@ def _read_origin(path: Path) -> dict[str, str]:
         return {}
     facts = {"at": start.at, "command": start.command, "host": start.host, **environment_of(start)}
     return {printable(name): printable(text) for name, text in facts.items()}
-
-
-def _plain_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files in a folder, sorted by name, without links. Nothing, if the folder is a link."""
-    is_plain = folder.is_dir() and not folder.is_symlink()
-    return [path for path in sorted(folder.glob(pattern)) if is_plain and path.is_file() and not path.is_symlink()]
-
-
-def _read_predictions(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the first samples that mode=predict wrote."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in _plain_files(folder, "*.jsonl"):
-        with open(path, "rb") as file:
-            lines = list(islice(iter(partial(file.readline, _LONGEST_LINE), b""), _MOST_SAMPLES))
-        found[printable(path.stem)] = [shown for line in lines if (shown := _shown_of(line))]
-    return found
-
-
-def _read_pictures(folder: Path) -> dict[str, bytes]:
-    return {printable(path.stem): content for path in _plain_files(folder, "*.png") if (content := _read_picture(path))}
-
-
-def _read_picture(path: Path) -> bytes:
-    """Return a small PNG picture; b"" for another file."""
-    content = path.read_bytes() if path.stat().st_size <= _LARGEST_PICTURE else b""
-    return content if content.startswith(_PNG) else b""
-
-
-def _read_media(folder: Path) -> list[tuple[str, str, str]]:
-    latest = {} if folder.is_symlink() else {(item.name, item.kind): item for item in list_media(folder)}
-    shown = []
-    for (name, kind), item in sorted(latest.items()):
-        content = base64.b64encode(_read_picture(item.path)).decode() if kind == "image" else ""
-        if kind == "text":
-            with open(item.path, errors="replace") as file:
-                content = "\n".join(map(printable, file.read(_LONGEST_LINE).splitlines()))
-        shown += [(printable(f"{name}, step {item.step}"), kind, content)] if content else []
-    return shown
-
-
-def _shown_of(line: bytes) -> dict[str, Any]:
-    """Return the numbers and texts of a line, or {} for a damaged line. Skip numbers that are too large for a float."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    kept = {
-        printable(name): printable(value) if isinstance(value, str) else number(value)
-        for name, value in (row.items() if isinstance(row, dict) else ())
-    }
-    return {name: value for name, value in kept.items() if isinstance(value, str) or math.isfinite(value)}
 
 
 def count_states(states: list[str]) -> str:
@@ -239,7 +168,7 @@ def write_page(runs: list[ReportedRun], left_out: list[str], target: Path, *, ti
     plain = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
     style, script = ("".join((_FILES / name).read_text() for name in names)
                      for names in (("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")))  # fmt: skip
-    allowed = f"img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    allowed = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     page = Template((_FILES / "page.html").read_text())
     write_atomically(target, page.substitute(title=html.escape(title), policy=policy, style=style, script=script, data=plain))
@@ -287,9 +216,6 @@ def _content_of(run: ReportedRun, own: TextByKey, grids: dict[tuple[int, ...], i
         "curves": {name: _packed(one, grids) for name, one in drawn.items()},
         "own": own,
         "origin": run.origin,
-        "predictions": run.predictions,
-        "media": run.media,
-        "pictures": {name: base64.b64encode(content).decode() for name, content in run.pictures.items()},
     }
 
 

@@ -123,11 +123,6 @@ function drawChosen() {
   id("chosen").replaceChildren(...(run ? [
     ...tableOf(run.label, Object.entries({state: run.state, ...run.origin})),
     ...tableOf("metrics: best, at step, last", Object.keys(run.last).map((name) => [name, ...(run.best[name] ? [metric(run.best[name][0]), run.best[name][1]] : ["", ""]), metric(run.last[name])])),
-    ...Object.entries(run.predictions).flatMap(([split, rows]) => [
-      ...tableOf(`predictions of ${split}: the first ${rows.length}`, rows.length ? [Object.keys(rows[0]), ...rows.map(Object.values)] : []),
-      ...(run.pictures[split] ? [element("img", "", {className: "samples", src: `data:image/png;base64,${run.pictures[split]}`, alt: `these samples of ${split}`})] : [])]),
-    ...run.media.flatMap(([title, kind, content]) => [element("h2", title), kind === "text" ? element("pre", content)
-      : element("img", "", {className: "logged", src: `data:image/png;base64,${content}`, alt: title})]),
     ...tableOf("configuration", Object.entries({...run.own, ...data.common})),
   ] : []))
 }
