@@ -62,10 +62,10 @@ def headline(error: Exception) -> str:
 
 
 def error_text(error: Exception) -> str:
-    """Return an error's type and text in one line, at most 200 characters of it."""
+    """Return an error's type and text in one line, at most 400 characters of it."""
     if _quotes_another(error) or _LOADER.search(str(error)):
         return headline(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ") + getattr(error, REMARK, "")
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}".removesuffix(": ") + getattr(error, REMARK, "")
 
 
 def _headline(error: Exception) -> str:
