@@ -26,7 +26,7 @@ def test_it_prints_the_layers_and_what_was_tried_and_writes_nothing(tmp_path: Pa
     table = [line.split() for line in ended.output.splitlines()]
     (blocks,) = [words for words in table if words and words[0] == "layers.0-2"]
     assert blocks[1] == "Block" and blocks[blocks.index("3") : blocks.index("3") + 2] == ["3", "x"]
-    assert "the rehearsal finds no problem" in ended.output and "memory: rank 0 keeps at least " in ended.output
+    assert "the rehearsal finds no problem" in ended.output
     assert not list((tmp_path / "runs").glob("*"))
     config = checked(*LINE)
     parameters = sum(weight.numel() for weight in shapes_of(config.model, seed=0).parameters())

@@ -38,7 +38,6 @@ def check_run(command: Command) -> int:
         rows, fate = in_child(partial(_rows, build))
         if not fate:
             print_summary(rows, file=sys.stdout)
-        print(_memory(build))
         draft = Draft(dict(config), rehearse(build, unfinished="problem"))
         draft.check(job_problems)
         problems = draft.problems
@@ -47,17 +46,6 @@ def check_run(command: Command) -> int:
     took = time.monotonic() - start
     LOGGER.info("checked in %.1f s: the rehearsal finds no problem; the run would be in %s", took, config.run.dir)
     return Exit.FINISHED
-
-
-def _memory(build: "Builder") -> str:
-    from framework.cli.kept_memory import in_gib, kept_memory
-
-    try:
-        kept = kept_memory(build)
-    except (ValueError, OSError) as error:
-        return f"memory: not known ({error})"
-    parts = ", ".join(f"{kind} {in_gib(count)}" for kind, count in kept.items() if count)
-    return f"memory: rank 0 keeps at least {in_gib(sum(kept.values()))} between steps ({parts}), and activations in addition"
 
 
 def _rows(build: "Builder") -> list[dict[str, Any]]:

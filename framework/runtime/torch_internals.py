@@ -292,8 +292,3 @@ def actions_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]]:
         ]
         for rank, row in schedule.pipeline_order.items()
     }
-
-
-def register_fake_backend() -> None:
-    """Register torch's backend `fake`: it has a single rank, and its collectives return immediately and move nothing."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401
