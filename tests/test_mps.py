@@ -17,9 +17,10 @@ from tests.harness import MACHINE, before_each
 
 RUN = ["trainer.max_epochs=null", "trainer.max_steps=8", "trainer.log_every=1", "trainer.eval_every=4", "checkpoint.every=2", "micro_batch_size=4",
        "global_batch_size=8", "trainer.clip_grad_norm=1", "trainer.ema_decay=0.9", "rehearse=false", "trainer.divergence.action=rollback"]  # fmt: skip
-IMAGES = ["model=cnn", "model.channels=[4,8]", "model.dropout=0", "dataset=digits", "+part=gradient_norms"]
+IMAGES = ["model=cnn", "model.channels=[4,8]", "model.dropout=0", "dataset=synthetic", "dataset.image_size=8", "dataset.num_train=80",
+          "dataset.num_val=16", "dataset.num_test=16", "+part=gradient_norms"]  # fmt: skip
 TOKENS = ["model=gpt", "model.dim=16", "model.num_layers=2", "model.dropout=0", "dataset=synthetic", "dataset.kind=tokens",
-          "task=language_modeling", "dataset.num_train=80"]  # fmt: skip
+          "task=language_modeling", "dataset.num_train=80", "dataset.num_val=16", "dataset.num_test=16"]  # fmt: skip
 _BROKEN_AT = 5
 
 
