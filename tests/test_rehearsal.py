@@ -14,8 +14,8 @@ import pytest
 from framework.build.training import Builder
 from framework.distributed.world import World
 from framework.preflight import child, comparison
-from framework.preflight.findings import Finding
 from framework.preflight.rehearsal import perform
+from framework.runtime.problem import Problem
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, refused
 from tests.test_resume import after_step, assert_survives_a_kill, crash, killed_and_continued
 from tests.test_zoo import line as zoo_line
@@ -162,7 +162,7 @@ FOUND = {
 }  # fmt: skip
 
 
-def found(line: list[str]) -> list[Finding]:
+def found(line: list[str]) -> list[Problem]:
     findings, fate = perform(Builder(checked(*line), world=World.alone()))
     assert not fate
     return findings
@@ -174,7 +174,7 @@ def found(line: list[str]) -> list[Finding]:
 def test_a_block_that_is_passed_over_now_and_then_is_found(strategy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "_IDLE_S", 3.0)
     (finding,) = found([*model("LayerDrop"), f"seed={seed}", "micro_batch_size=4", f"parallel={strategy}", TWO])
-    assert finding.refuses and "find_unused_parameters=true" in finding.cure
+    assert not finding.is_warning and "find_unused_parameters=true" in finding.expected
 
 
 @pytest.mark.quick(1)
@@ -183,12 +183,12 @@ def test_loader_processes_that_wait_for_a_thread_are_found_with_the_place(data: 
     monkeypatch.setattr(child, "_SILENT_S", 2.0)
     monkeypatch.setattr(child, "_HANGS_S", 3.0)
     (finding,) = found(users(data, "dataset.num_workers=2"))
-    assert finding.refuses and "it waits forever at " in finding.what and "faulty_data.py" in finding.what
+    assert not finding.is_warning and "it waits forever at " in finding.what and "faulty_data.py" in finding.what
     assert found(users(data)) == []
 
 
-def said(finding: Finding) -> str:
-    return f"{finding.key}: {finding.what} ({finding.cure})"
+def said(finding: Problem) -> str:
+    return f"{finding.key}: {finding.what} ({finding.expected})"
 
 
 QUICK = (
@@ -206,7 +206,7 @@ QUICK = (
 def test_what_breaks_the_promise_is_found(what: str) -> None:
     line, expected = FOUND[what]
     (finding,) = found(line)
-    assert finding.refuses
+    assert not finding.is_warning
     assert said(finding) == Says(expected)
 
 
@@ -301,7 +301,7 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
     assert found(line) == []  # one process
     ddp = [*line, "parallel=ddp", TWO]
     (finding,) = found(ddp)
-    assert not finding.refuses and said(finding) == Says(expected + " depend on the number of processes (set micro_batch_size)")
+    assert finding.is_warning and said(finding) == Says(expected + " depend on the number of processes (set micro_batch_size)")
     assert found([*ddp, "micro_batch_size=2"]) == []
     (finding,) = found([*line, "micro_batch_size=auto"])
     assert said(finding) == Says(f"{expected} and their memory (set micro_batch_size to a number)")
@@ -310,10 +310,10 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
 @pytest.mark.slow
 def test_what_does_not_run_in_float64_takes_its_steps_under_the_strategy_all_the_same() -> None:
     warning, refusal = found([*task("Probing"), "parallel=fsdp", TWO])
-    assert not warning.refuses and said(warning) == Says(
+    assert warning.is_warning and said(warning) == Says(
         "parallel: the strategy was not compared ... must have the same dtype ..."
     )
-    assert refusal.refuses and said(refusal) == Says("parallel: a step in fp32 on 2 processes fails: ... (parallel=ddp)")
+    assert not refusal.is_warning and said(refusal) == Says("parallel: a step in fp32 on 2 processes fails: ... (parallel=ddp)")
     assert found([*task("Probing"), "parallel=ddp", TWO]) == [warning]
 
 

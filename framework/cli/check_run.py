@@ -27,7 +27,7 @@ def check_run(command: Command) -> int:
     """Print the model's summary, do the rehearsal (whatever `rehearse` says), and print its time. Return the exit code."""
     from framework.build.training import Builder
     from framework.distributed.world import World
-    from framework.preflight.child import in_child, problems_in_child
+    from framework.preflight.child import ChildFailure, in_child, problems_in_child
     from framework.preflight.dry_build import dry_build
     from framework.preflight.rehearsal import rehearse
 
@@ -35,8 +35,8 @@ def check_run(command: Command) -> int:
     build = Builder(config, world=World.alone())
     problems = problems_in_child(partial(dry_build, config))
     if not problems:
-        rows, fate = in_child(partial(_rows, build))
-        if not fate:
+        rows = in_child(partial(_rows, build))
+        if not isinstance(rows, ChildFailure):
             print_summary(rows, file=sys.stdout)
         draft = Draft(dict(config), rehearse(build, unfinished="problem"))
         draft.check(job_problems)
@@ -69,10 +69,10 @@ def show_model(build: "Builder") -> None:
     """Print the outermost modules of a run's model, with their output shapes, on a terminal. Elsewhere print nothing."""
     if MODES[build.config.mode].about != "run" or Environment.read().is_foreign or not sys.stderr.isatty() or is_brief():
         return
-    from framework.preflight.child import in_child
+    from framework.preflight.child import ChildFailure, in_child
 
-    rows, fate = in_child(partial(_rows, build), is_silent=True)
-    if not fate:
+    rows = in_child(partial(_rows, build), is_silent=True)
+    if not isinstance(rows, ChildFailure):
         print_summary(rows, file=sys.stderr, is_short=True)
 
 

@@ -1,7 +1,6 @@
 """A forked process for trials: what the user's code stores, caches, prints or breaks there does not reach the run."""
 
 import bdb
-import json
 import multiprocessing
 import os
 import signal
@@ -9,18 +8,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import IO, TypeVar
 
-from framework.runtime.exits import DiskFailed, Exit, Interrupted, error_text, lacks_memory, place_of
+from framework.runtime.exits import DiskFailed, Interrupted, error_text, lacks_memory, place_of
 from framework.runtime.forks import Idleness, begin_child, in_new_thread, place_in, write_stacks_to
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
-Found = list[dict[str, Any]]  # values that JSON can hold
+_Found = TypeVar("_Found")
 _SILENT_S, _HANGS_S = 10.0, 20.0  # no process uses a CPU: a message, and the end
 
 
@@ -36,10 +35,8 @@ class ChildFailure:
         return self.what
 
 
-def in_child(
-    work: Callable[[], Found], *, limit_s: float | None = None, is_silent: bool = False
-) -> tuple[Found, ChildFailure | None]:
-    """Run `work` in a forked process; return its result, and how the process failed, or None. Interrupted by a signal.
+def in_child(work: Callable[[], _Found], *, limit_s: float | None = None, is_silent: bool = False) -> _Found | ChildFailure:
+    """Run `work` in a forked process; return its result, or how the process failed. Interrupted by a signal.
 
     `is_silent`: its output is discarded. If it does nothing for ten seconds, a warning says where it waits.
     """
@@ -47,9 +44,7 @@ def in_child(
         return in_new_thread(partial(_in_child, work, stacks, limit_s=limit_s, is_silent=is_silent))
 
 
-def _in_child(
-    work: Callable[[], Found], stacks: IO[str], *, limit_s: float | None, is_silent: bool
-) -> tuple[Found, ChildFailure | None]:
+def _in_child(work: Callable[[], _Found], stacks: IO[str], *, limit_s: float | None, is_silent: bool) -> _Found | ChildFailure:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(work, theirs, stacks, is_silent))
@@ -74,22 +69,22 @@ def _in_child(
                 child.kill()
                 break
         if ours.poll():
-            answer: dict[str, Any] = json.loads(ours.recv_bytes())
+            answer: _Found | ChildFailure = ours.recv()
             child.join()
-            return answer["found"], ChildFailure(**answer["failure"]) if answer["failure"] else None
+            return answer
     child.join()
     if PREEMPTION.requested:
         raise Interrupted("stopped before the start; the same command starts the run")
     was_killed = child.exitcode == -signal.SIGKILL  # the kernel does so if there is no memory
-    return [], why or ChildFailure(f"its process {end_of(child.exitcode or 0)}", is_unfinished=was_killed)
+    return why or ChildFailure(f"its process {end_of(child.exitcode or 0)}", is_unfinished=was_killed)
 
 
 def problems_in_child(work: Callable[[], list[Problem]]) -> list[Problem]:
     """Return the problems that `work` finds in a forked process; if the process fails, a problem that says how."""
-    found, failure = in_child(lambda: [asdict(problem) for problem in work()])
-    if failure:
-        return [Problem("model", f"could not be examined: {failure}", "a model and an optimizer that can be built")]
-    return [Problem(**(item | {"code": Exit(item["code"])})) for item in found]
+    found = in_child(work)
+    if isinstance(found, ChildFailure):
+        return [Problem("model", f"could not be examined: {found}", "a model and an optimizer that can be built")]
+    return found
 
 
 def end_of(code: int) -> str:
@@ -97,7 +92,7 @@ def end_of(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
 
 
-def _child(work: Callable[[], Found], answer: Connection, stacks: IO[str], is_silent: bool) -> None:
+def _child(work: Callable[[], object], answer: Connection, stacks: IO[str], is_silent: bool) -> None:
     begin_child()
     write_stacks_to(stacks)
     bdb.Bdb.set_trace = lambda *_, **__: None  # type: ignore[assignment]  # no terminal: the run itself stops at a breakpoint
@@ -105,13 +100,10 @@ def _child(work: Callable[[], Found], answer: Connection, stacks: IO[str], is_si
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 1)
         os.dup2(null, 2)
-    found: Found = []
-    failure: ChildFailure | None = None
     try:
         found = work()
     except Exception as error:
-        failure = ChildFailure(
-            f"{error_text(error)} (at {place_of(error)})", is_unfinished=lacks_memory(error) or isinstance(error, DiskFailed)
-        )
-    answer.send_bytes(json.dumps({"found": found, "failure": asdict(failure) if failure else None}).encode())
+        lacks = lacks_memory(error) or isinstance(error, DiskFailed)
+        found = ChildFailure(f"{error_text(error)} (at {place_of(error)})", is_unfinished=lacks)
+    answer.send(found)
     os._exit(0)

@@ -27,14 +27,14 @@ from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
 from framework.preflight.child import end_of
 from framework.preflight.differences import other_column
-from framework.preflight.findings import Finding, Refused
+from framework.preflight.findings import Refused
 from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
 from framework.preflight.two_steps import Seen, difference, far, first_to_part, two_steps
 from framework.runtime.environment import Environment
 from framework.runtime.exits import DiskFailed, RunEnded, error_text, place_of
 from framework.runtime.forks import Idleness, begin_child
-from framework.runtime.problem import shown
+from framework.runtime.problem import Problem, shown
 
 _NOT_THE_MODELS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # folders of code
 _ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
@@ -68,7 +68,7 @@ def small_strategy(parallel: Node, *, num_processes: int) -> tuple[Node, int] | 
     return ({"_target_": target, **options, **sizes}, count) if count > 1 else None
 
 
-def compare(build: Builder) -> list[Finding]:
+def compare(build: Builder) -> list[Problem]:
     """Return why the run's strategy does not compute the same with this model as one process. `build` is a rehearsal's."""
     found = small_strategy(build.config.parallel, num_processes=build.config.launch.most_processes)
     return _Comparison(build, parallel=found[0], count=found[1]).findings() if found is not None else []
@@ -86,21 +86,21 @@ class _Comparison:
         # three micro-batches: two processes do not have as many, and one of them repeats one as padding
         self._alone = build.altered(precision=double, global_batch_size=config.global_batch_size * 3 // 2, parallel=SINGLE)
         (self._expected,) = _run(self._alone, self._source, count=1)
-        self._found = list[Finding]()  # beside the strategy's own fault
+        self._found = list[Problem]()  # beside the strategy's own fault
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Problem]:
         """Return the faults and warnings."""
         what = ""
         if self._expected.fault:  # for example a model that does not run in float64
             why = f"the strategy was not compared with one process: a step in float64 fails there: {self._expected.fault}"
-            self._found.append(Finding("parallel", why, "a run starts without the comparison", refuses=False))
+            self._found.append(Problem("parallel", why, "a run starts without the comparison", is_warning=True))
         else:
             what = self._fault(self._parallel)
         if is_equal := not what:
             inexact = {name: value for name, value in self._build.config.parallel.items() if self._parallel.get(name) is None}
             what = self._failure(self._parallel | inexact)
         found = [*self._found]  # what is tried below may find more
-        if what and not any(finding.refuses for finding in found):
+        if what and not any(not finding.is_warning for finding in found):
             found.append(self._explained(what, is_equal=is_equal))
         return found
 
@@ -123,7 +123,7 @@ class _Comparison:
         if first := _first_fault(ranks):
             return f"a step in {self._build.config.precision.name} on {self._count} processes fails: {first}"
         if lost := _lost(ranks):
-            self._found.append(Finding("parallel", f"{self._count} processes {lost}", "parallel.hook=null"))
+            self._found.append(Problem("parallel", f"{self._count} processes {lost}", "parallel.hook=null"))
         return ""
 
     def _ranks(self, build: Builder, *, like: Seen, is_watched: bool = False) -> list[Seen]:
@@ -135,28 +135,28 @@ class _Comparison:
         (computed,) = _run(alone, self._source, count=1)
         return not computed.fault and not self._fault(self._parallel, alone=alone, expected=computed)
 
-    def _explained(self, what: str, *, is_equal: bool) -> Finding:
+    def _explained(self, what: str, *, is_equal: bool) -> Problem:
         """Return a fault with what causes it, and the remedy. `is_equal`: in float64 there is none."""
         alone, parallel, config = self._alone, self._parallel, self._build.config
         if self._expected.fault:
-            return Finding("parallel", what, _cure(_others(), self._failure))
+            return Problem("parallel", what, _cure(_others(), self._failure))
         watched = self._ranks(alone.altered(parallel=parallel), like=self._expected, is_watched=True)
         if asked := next((rank.asks for rank in watched if rank.asks), ""):
             cure = "an option of that code that leaves the processes to the strategy, such as sync=false"
-            return Finding("model", f"{what}; its own code asks torch.distributed: {asked}", cure)
+            return Problem("model", f"{what}; its own code asks torch.distributed: {asked}", cure)
         for name in config.part:
             if self._is_equal(alone.altered(part={other: node for other, node in config.part.items() if other != name})):
-                return Finding(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)
+                return Problem(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)
         options = [*((_line(remedy), parallel | remedy) for remedy in _remedies(parallel)), *_others()]
         sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
         if not is_equal and not config.optimizer.get("turns") and self._is_equal(sgd):
             why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
-            return Finding("optimizer", f"{what}; {why}", _cure(options, self._fault))
+            return Problem("optimizer", f"{what}; {why}", _cure(options, self._fault))
         one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})
         if "DTensor" in what and not self._fault(parallel, alone=one_unit):
             cure = "model.parts.blocks=[], because its code uses the weights of a block outside the block's forward"
-            return Finding("parallel", what, cure)
-        return Finding("parallel", what, _cure(options, self._fault))
+            return Problem("parallel", what, cure)
+        return Problem("parallel", what, _cure(options, self._fault))
 
 
 def _cure(options: list[tuple[str, Node]], fault: Callable[[Node], str]) -> str:
@@ -273,9 +273,9 @@ def _rank(
         two_steps(build.altered(), source, seen, folder=scratch)  # with its own task
         world.agreement.barrier()
     except Refused as refused:
-        seen.fault = refused.finding.what
-        if refused.finding.key.startswith("part."):
-            seen.finding = refused.finding
+        seen.fault = refused.problem.what
+        if refused.problem.key.startswith("part."):
+            seen.finding = refused.problem
     except DiskFailed as end:
         seen.unfinished = str(end)
     except RunEnded as end:

@@ -11,11 +11,12 @@ from torch import Tensor
 from framework.build.training import Builder
 from framework.engine.seam import Step
 from framework.preflight.differences import other_column, untouched
-from framework.preflight.findings import Finding, Refused, blamed
+from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import SINGLE, Player
 from framework.preflight.training_samples import KEYED, TrainingSamples, batch_tensors, differs_when_loaded, same_tensors
 from framework.preflight.two_steps import Sketch, gradients_of, other_sketch, sketch, weights_of
 from framework.runs.metrics_file import Row
+from framework.runtime.problem import Problem
 
 _BUFFER = {  # the remedies for values that change from step to step
     "model": "register_buffer() it in the model",
@@ -94,7 +95,7 @@ class Continuation:
     def __init__(self, build: Builder, *, run: Builder, left: IO[bytes]) -> None:
         self._build, self._run, self._left = build.altered(parallel=SINGLE), run, left
 
-    def compare(self) -> list[Finding]:
+    def compare(self) -> list[Problem]:
         """Raise Refused for what is different from the first run; return no other findings."""
         other_validation, other_later, outcomes = left_in(self._left)
         validation = validation_tensors(self._build)

@@ -9,11 +9,12 @@ from framework.engine.seam import MicroBatch, Step
 from framework.modules.structure import batch_norms, in_eval_mode
 from framework.optim.precision import PRECISIONS
 from framework.preflight.differences import differ, untouched
-from framework.preflight.findings import Finding, Refused, blamed
+from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import Player
 from framework.preflight.processes import data_ranks
 from framework.preflight.training_samples import TrainingSamples
 from framework.preflight.two_steps import Sketch, other_sketch, sketch
+from framework.runtime.problem import Problem
 
 
 class Cutting:
@@ -39,9 +40,9 @@ class Cutting:
         with blamed("model", what, cure):
             self._loss(self._samples.cut(size)[:1])
 
-    def look(self) -> list[Finding]:
+    def look(self) -> list[Problem]:
         """Return the warnings for the run. Raise Refused for a mean where a sum is needed."""
-        found: list[Finding] = []
+        found: list[Problem] = []
         for look in (self._look_at_loss, self._look_at_training):
             try:
                 found = found or look()
@@ -68,7 +69,7 @@ class Cutting:
             buffers = {name: sketch(buffer) for holder in holders for name, buffer in holder.named_buffers()}
             return {name: float(value) for name, value in sums.items()}, buffers
 
-    def _look_at_loss(self) -> list[Finding]:
+    def _look_at_loss(self) -> list[Problem]:
         """Compare, in evaluation mode, the loss of some samples with the losses of their halves."""
         half = max(1, self._size // 2)
         with in_eval_mode(self._player.module):
@@ -83,7 +84,7 @@ class Cutting:
             raise Refused("task", what, "return the sum over the samples (reduction='sum')")
         return self._depends_on_cut("task", f"its loss of a batch{where} is neither the sum nor the mean of its halves' losses")
 
-    def _look_at_training(self) -> list[Finding]:
+    def _look_at_training(self) -> list[Problem]:
         """Warn of a training step that draws, that couples samples or that counts them, whatever code does so."""
         if not self._is_open:
             return []
@@ -94,7 +95,7 @@ class Cutting:
         found = self._look_at_cuts("model", "its training forward", with_parts=False)
         return found or (self._look_at_cuts(", ".join(changing), "its batch()", with_parts=True) if changing else [])
 
-    def _look_at_cuts(self, key: str, what: str, *, with_parts: bool) -> list[Finding]:
+    def _look_at_cuts(self, key: str, what: str, *, with_parts: bool) -> list[Problem]:
         """Compare some samples at once with the same samples again, and with their parts."""
         whole, *_ = self._samples.cut(self._size)
         at_once = [self._sums_and_buffers([whole._replace(number=number)], with_parts=with_parts) for number in range(3)]
@@ -113,7 +114,7 @@ class Cutting:
             return self._depends_on_cut("task", f"its value {name} of a batch is not the sum of the values of its parts")
         return []
 
-    def _depends_on_cut(self, key: str, what: str) -> list[Finding]:
+    def _depends_on_cut(self, key: str, what: str) -> list[Problem]:
         if not self._is_open:
             return []
         memory = " and their memory" * (self._of_run.micro_batch_size == "auto")
@@ -122,7 +123,7 @@ class Cutting:
             cure = f"{cure} to a number"
         elif any(layer.training for layer in batch_norms(self._player.module)):
             cure = f"{cure}, or trainer.sync_batchnorm=true"
-        return [Finding(key, what, cure, refuses=False)]
+        return [Problem(key, what, cure, is_warning=True)]
 
 
 def place_of_loss(task: object) -> str:

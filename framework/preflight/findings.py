@@ -1,37 +1,27 @@
-"""What a rehearsal finds: findings, and the exceptions that become findings."""
+"""The exception that ends a rehearsal with a problem, and the exceptions of the user's code that become one."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from framework.engine.of_samples import WrongRows
 from framework.runtime.exits import DiskFailed, Unfit, error_text, lacks_memory, place_of
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A result of a rehearsal: it refuses the run, or only warns."""
-
-    key: str
-    what: str
-    cure: str
-    refuses: bool = True
+from framework.runtime.problem import Problem
 
 
 class Refused(Exception):
-    """The exception that ends a rehearsal with a finding."""
+    """The exception that ends a rehearsal with a problem."""
 
     def __init__(self, key: str, what: str, cure: str, *, is_certain: bool = True) -> None:
         super().__init__(what)
-        self.finding = Finding(key, what, cure, refuses=is_certain)
+        self.problem = Problem(key, what, cure, is_warning=not is_certain)
 
 
 @contextmanager
 def blamed(key: str, what: str, cure: str) -> Iterator[None]:
-    """Turn exceptions of the user's code inside into a finding. If the model will run on a GPU, the CPU may be the cause."""
+    """Turn exceptions of the user's code inside into a problem. If the model will run on a GPU, the CPU may be the cause."""
     try:
         yield
     except (Refused, DiskFailed):

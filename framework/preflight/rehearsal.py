@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any, Literal
@@ -12,10 +12,10 @@ import torch
 from framework.build import components
 from framework.build.training import Builder
 from framework.config.frozen_file import digest_of
-from framework.preflight.child import Found, in_child
+from framework.preflight.child import ChildFailure, in_child
 from framework.preflight.comparison import compare
 from framework.preflight.continuation import Continuation
-from framework.preflight.findings import Finding, Refused
+from framework.preflight.findings import Refused
 from framework.preflight.trial import Trial
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import available_memory, cpus
@@ -34,10 +34,10 @@ def rehearse(build: Builder, *, unfinished: Literal["warning", "problem"] = "war
     Print a warning for possible problems. If the rehearsal itself fails, this is only a warning.
     """
     findings, unchecked = perform(build)
-    problems = [Problem(finding.key, finding.what, f"{finding.cure}; {_SWITCH}") for finding in findings if finding.refuses]
+    problems = [replace(one, expected=f"{one.expected}; {_SWITCH}") for one in findings if not one.is_warning]
     for finding in findings:
-        if not finding.refuses:
-            LOGGER.warning("%s: %s (%s)", finding.key, finding.what, finding.cure)
+        if finding.is_warning:
+            LOGGER.warning("%s", finding)
     if unchecked and unfinished == "problem":
         problems.append(Problem("rehearse", f"the rehearsal was not finished: {unchecked}", "a run would start without it"))
     elif unchecked and not problems:
@@ -65,16 +65,16 @@ def _signs(value: Any) -> Any:
 _RESUMES, _SCALES = "a continued run computes the same", "several processes compute the same as one process"
 
 
-def perform(build: Builder) -> tuple[list[Finding], str]:
+def perform(build: Builder) -> tuple[list[Problem], str]:
     """Return the findings of three short runs of the trainer: one process, which saves; another, which continues from there;
     and several with the run's strategy, which take the same steps as one.
 
     Also return why the rehearsal was not finished, and what it has not checked: "" if it was finished. Each runs in a separate
     process without earlier computations, because code may keep results that it has computed once.
     """
-    config, found = build.config, list[Finding]()
+    config, found = build.config, list[Problem]()
     num_threads, unchecked = _num_threads(build)
-    works: list[tuple[Callable[..., list[Finding]], str]] = [(_first_run, _RESUMES), (_second_run, _RESUMES)]
+    works: list[tuple[Callable[..., list[Problem]], str]] = [(_first_run, _RESUMES), (_second_run, _RESUMES)]
     works += [(_compared, _SCALES)] if config.launch.most_processes > 1 else []
     if unchecked:
         return found, _with_rest(unchecked, works)
@@ -89,9 +89,9 @@ def perform(build: Builder) -> tuple[list[Finding], str]:
                 found += more
                 if unchecked:
                     return found, _with_rest(unchecked, works[number:])
-                if any(finding.refuses for finding in found):
+                if any(not finding.is_warning for finding in found):
                     break
-        if not any(finding.refuses for finding in found) or found[-1].key == "rehearse":
+        if not any(not finding.is_warning for finding in found) or found[-1].key == "rehearse":
             break
     return found, unchecked
 
@@ -127,43 +127,44 @@ def _num_threads(build: Builder) -> tuple[int, str]:
     On a busy machine, the threads of a small operation wait much longer for each other than one thread computes.
     """
     node, seed = build.config.model, build.config.seed
-    counted = lambda: [{"count": sum(p.numel() for p in components.shapes_of(node, seed=seed).parameters())}]  # noqa: E731
-    found, failure = in_child(counted, is_silent=True)
-    if failure:
-        return 1, str(failure)
+    count = in_child(lambda: sum(p.numel() for p in components.shapes_of(node, seed=seed).parameters()), is_silent=True)
+    if isinstance(count, ChildFailure):
+        return 1, str(count)
     # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
-    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * found[0]["count"]
+    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * count
     free = available_memory()
     lack = f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
-    return (1 if found[0]["count"] < _FOR_ONE_THREAD else len(cpus())), lack
+    return (1 if count < _FOR_ONE_THREAD else len(cpus())), lack
 
 
-def _tried(work: Callable[[], list[Finding]], *, num_threads: int) -> tuple[list[Finding], str]:
+def _tried(work: Callable[[], list[Problem]], *, num_threads: int) -> tuple[list[Problem], str]:
     """Return the findings of `work` in a separate process, and why it was not finished, or ""."""
 
-    def plain() -> Found:
+    def findings() -> list[Problem]:
         torch.set_num_threads(num_threads)
         try:
-            return [asdict(finding) for finding in work()]
+            return work()
         except Refused as refused:
-            return [asdict(refused.finding)]
+            return [refused.problem]
 
-    found, failure = in_child(plain, limit_s=_LIMIT_S, is_silent=True)
-    if failure and not failure.is_unfinished:
-        cure = "does a script that trains, saves and restores run? then please report it"
-        if failure.hangs:
-            cure = "a lock or a pool that a fork has copied never answers: make it when a process first uses it"
-        return [Finding("rehearse", f"the rehearsal fails: {failure}", cure)], ""
-    return [Finding(**item) for item in found], str(failure or "")
+    found = in_child(findings, limit_s=_LIMIT_S, is_silent=True)
+    if not isinstance(found, ChildFailure):
+        return found, ""
+    if found.is_unfinished:
+        return [], str(found)
+    cure = "does a script that trains, saves and restores run? then please report it"
+    if found.hangs:
+        cure = "a lock or a pool that a fork has copied never answers: make it when a process first uses it"
+    return [Problem("rehearse", f"the rehearsal fails: {found}", cure)], ""
 
 
-def _first_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Finding]:
+def _first_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
     return Trial(build, run=run, left=left).run()
 
 
-def _second_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Finding]:
+def _second_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
     return Continuation(build, run=run, left=left).compare()
 
 
-def _compared(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Finding]:
+def _compared(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
     return compare(build)

@@ -14,10 +14,11 @@ from framework.optim.update import Update
 from framework.preflight.continuation import BEFORE, Continued, leave_in, validation_tensors
 from framework.preflight.cutting import Cutting
 from framework.preflight.differences import Writes
-from framework.preflight.findings import Finding, Refused, blamed
+from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import SINGLE, Player
 from framework.preflight.training_samples import KEYED, TrainingSamples
 from framework.preflight.two_steps import other_sketch, sketches
+from framework.runtime.problem import Problem
 
 _AGING, _SMALL = 32, 1_000_000  # steps before the second comparison, for models with at most so many parameters
 _UPDATES, _UPDATES_S = 5, 0.5  # updates after a step, for an optimizer that counts, and seconds
@@ -33,7 +34,7 @@ class Trial:
         self.build, self.of_run = build.altered(parallel=SINGLE), run
         self.num_processes = build.config.launch.most_processes
 
-    def run(self) -> list[Finding]:
+    def run(self) -> list[Problem]:
         """Raise Refused for a problem that breaks the run's promise; return possible problems."""
         self.samples = TrainingSamples(self.build, run=self.of_run)
         steps = self.samples.fetch(BEFORE + 1)

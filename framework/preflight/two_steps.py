@@ -19,10 +19,10 @@ from framework.checkpoint.plain_state import require_same_parts
 from framework.data.source import Source
 from framework.modules.tensors import first_tensor, whole
 from framework.preflight.differences import differ, other_column, real
-from framework.preflight.findings import Finding, Refused, blamed
+from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import Player
 from framework.runs.metrics_file import Row
-from framework.runtime.problem import shown
+from framework.runtime.problem import Problem, shown
 
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
@@ -52,7 +52,7 @@ class Seen:
     fault: str = ""
     unfinished: str = ""  # what it lacked
     asks: str = ""  # the first call of torch.distributed by the model's own code
-    finding: Finding | None = None  # a fault with any strategy
+    finding: Problem | None = None  # a fault with any strategy
 
 
 def sketch(tensor: Tensor) -> Sketch:
@@ -184,7 +184,7 @@ def _look_at_evaluation(player: Player, seen: Seen) -> None:
     ranks = player.trainer.world.agreement.gather({name: now for name, now in changed.items() if differ(now, before[name])})
     for name in (name for name, now in changed.items() if any(differ(rank.get(name, now), now) for rank in ranks)):
         what = f"an evaluation changes its buffer {name}, on each process with its own samples"
-        seen.finding = Finding("model", what, "change it in training only (self.training)")
+        seen.finding = Problem("model", what, "change it in training only (self.training)")
 
 
 def weights_of(player: Player) -> dict[str, Sketch]:

@@ -11,12 +11,13 @@ from framework.runtime.secrets import redact
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of the configuration, as one line for the user."""
+    """One problem of the configuration, as one line for the user. A run starts in spite of a warning."""
 
     key: str
     what: str
     expected: str = ""
     code: Exit = Exit.CONFIGURATION
+    is_warning: bool = False
 
     @classmethod
     def of_line(cls, line: str) -> "Problem":
