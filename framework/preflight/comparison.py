@@ -27,9 +27,9 @@ from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
 from framework.preflight.child import end_of
 from framework.preflight.differences import other_column
-from framework.preflight.findings import Refused
 from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
+from framework.preflight.refused import Refused
 from framework.preflight.two_steps import Seen, difference, far, first_to_part, two_steps
 from framework.runtime.environment import Environment
 from framework.runtime.exits import DiskFailed, RunEnded, error_text, place_of
@@ -100,7 +100,7 @@ class _Comparison:
             inexact = {name: value for name, value in self._build.config.parallel.items() if self._parallel.get(name) is None}
             what = self._failure(self._parallel | inexact)
         found = [*self._found]  # what is tried below may find more
-        if what and not any(not finding.is_warning for finding in found):
+        if what and all(finding.is_warning for finding in found):
             found.append(self._explained(what, is_equal=is_equal))
         return found
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from framework.build.training import Builder
 from framework.engine.seam import Step
 from framework.preflight.differences import other_column, untouched
-from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import SINGLE, Player
+from framework.preflight.refused import Refused, blamed
 from framework.preflight.training_samples import KEYED, TrainingSamples, batch_tensors, differs_when_loaded, same_tensors
 from framework.preflight.two_steps import Sketch, gradients_of, other_sketch, sketch, weights_of
 from framework.runs.metrics_file import Row

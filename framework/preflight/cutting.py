@@ -9,9 +9,9 @@ from framework.engine.seam import MicroBatch, Step
 from framework.modules.structure import batch_norms, in_eval_mode
 from framework.optim.precision import PRECISIONS
 from framework.preflight.differences import differ, untouched
-from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import Player
 from framework.preflight.processes import data_ranks
+from framework.preflight.refused import Refused, blamed
 from framework.preflight.training_samples import TrainingSamples
 from framework.preflight.two_steps import Sketch, other_sketch, sketch
 from framework.runtime.problem import Problem

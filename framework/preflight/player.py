@@ -28,7 +28,7 @@ from framework.engine.sums import Sums
 from framework.modules.tensors import local
 from framework.optim.update import Update
 from framework.preflight.differences import plain_numbers
-from framework.preflight.findings import Refused, blamed
+from framework.preflight.refused import Refused, blamed
 from framework.runs.metrics_file import MACHINE, Row
 from framework.runtime.exits import Diverged, Unfit
 from framework.training.parts import LoopParts

@@ -15,7 +15,7 @@ from framework.config.frozen_file import digest_of
 from framework.preflight.child import ChildFailure, in_child
 from framework.preflight.comparison import compare
 from framework.preflight.continuation import Continuation
-from framework.preflight.findings import Refused
+from framework.preflight.refused import Refused
 from framework.preflight.trial import Trial
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import available_memory, cpus
@@ -89,9 +89,9 @@ def perform(build: Builder) -> tuple[list[Problem], str]:
                 found += more
                 if unchecked:
                     return found, _with_rest(unchecked, works[number:])
-                if any(not finding.is_warning for finding in found):
+                if not all(finding.is_warning for finding in found):
                     break
-        if not any(not finding.is_warning for finding in found) or found[-1].key == "rehearse":
+        if all(finding.is_warning for finding in found) or found[-1].key == "rehearse":
             break
     return found, unchecked
 

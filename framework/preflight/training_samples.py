@@ -15,8 +15,8 @@ from framework.data.order import Order, parts
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.tensors import tensors_in
 from framework.preflight.differences import same
-from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import in_whole_batches
+from framework.preflight.refused import Refused, blamed
 from framework.training.plan import Plan
 
 KEYED = "from torch, numpy.random or random directly"  # the run seeds these generators

@@ -14,8 +14,8 @@ from framework.optim.update import Update
 from framework.preflight.continuation import BEFORE, Continued, leave_in, validation_tensors
 from framework.preflight.cutting import Cutting
 from framework.preflight.differences import Writes
-from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import SINGLE, Player
+from framework.preflight.refused import Refused, blamed
 from framework.preflight.training_samples import KEYED, TrainingSamples
 from framework.preflight.two_steps import other_sketch, sketches
 from framework.runtime.problem import Problem

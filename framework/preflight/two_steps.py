@@ -19,8 +19,8 @@ from framework.checkpoint.plain_state import require_same_parts
 from framework.data.source import Source
 from framework.modules.tensors import first_tensor, whole
 from framework.preflight.differences import differ, other_column, real
-from framework.preflight.findings import Refused, blamed
 from framework.preflight.player import Player
+from framework.preflight.refused import Refused, blamed
 from framework.runs.metrics_file import Row
 from framework.runtime.problem import Problem, shown
 
