@@ -82,7 +82,8 @@ class Cutting:
             what = f"its loss of a batch{where} is the mean of its halves' losses"
             what = f"{what}: the results would depend on how a step is cut"
             raise Refused("task", what, "return the sum over the samples (reduction='sum')")
-        return self._depends_on_cut("task", f"its loss of a batch{where} is neither the sum nor the mean of its halves' losses")
+        what = f"its loss of a batch{where} is neither the sum nor the mean of its halves' losses"
+        return self._depends_on_cut("task", f"{what} (it, or the model's forward in evaluation mode, couples samples or draws)")
 
     def _look_at_training(self) -> list[Problem]:
         """Warn of a training step that draws, that couples samples or that counts them, whatever code does so."""
