@@ -13,7 +13,7 @@ from framework.config.code import find_module
 from framework.config.folders import enter_project
 from framework.config.frozen_file import digest_of
 from framework.config.init_from import init_identity
-from framework.config.schema import OWN, RunConfig, Section, section_of
+from framework.config.schema import COMPONENTS, OWN, RunConfig, Section, section_of
 
 
 def _marked(section: type[Section], prefix: str = "") -> Iterator[str]:
@@ -37,11 +37,12 @@ def identity(config: Mapping[str, Any]) -> str:
     """Return the run's id: 12 hexadecimal digits, a hash of all keys that decide what is computed.
 
     The framework's own sections count as their types read them. In a component's node, {}, null and a missing key differ, and 1
-    differs from 1.0, except for an argument that the target's source annotates as `float`. The files of `model.init_from` count
-    by their content, not by their paths.
+    differs from 1.0, except for an argument that the target's source annotates as `float`. The order of a mapping counts, but not
+    that of a target's arguments. The files of `model.init_from` count by their content, not by their paths.
     """
     kept = {name: _as_read(name, value) for name, value in (_DEFAULTS | dict(config)).items() if name not in EXECUTION}
-    return digest_of(_without(kept, execution_keys(config)))[:12]
+    kept = _without(kept, execution_keys(config))
+    return digest_of({name: _in_order(value, own=OWN.get(name, ())) if name in _ORDERED else value for name, value in kept.items()})[:12]
 
 
 def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -85,6 +86,8 @@ def _is_own(node: Mapping[str, Any]) -> bool:
     return str(node.get("_target_")).startswith("framework.")
 
 
+# What acts in the order that is given: parts, turns, and whatever a component gets as a mapping.
+_ORDERED = (*COMPONENTS, "part", "turns")
 _OF_SECTIONS = {"dataset": _of_dataset, "parallel": _of_strategy, "trainer": _of_trainer}
 _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}
 
@@ -134,6 +137,16 @@ def _without(value: Any, keys: Iterable[str], prefix: str = "") -> Any:
         return value
     kept = {name: _without(item, keys, f"{prefix}{name}.") for name, item in value.items() if f"{prefix}{name}" not in keys}
     return {name: item for name, item in kept.items() if item != {} or value[name] == {}}
+
+
+def _in_order(value: Any, *, own: Iterable[str] = ()) -> Any:
+    """Return plain data in which each mapping also holds the order of its keys, if it is neither a target's node nor in `own`."""
+    if isinstance(value, list):
+        return [_in_order(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: item if key in own and key not in _ORDERED else _in_order(item) for key, item in value.items()}
+    return found if "_target_" in value or len(value) < 2 else found | {"_order_": [*value]}
 
 
 def is_below(key: str, sections: Iterable[str]) -> bool:
