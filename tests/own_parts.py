@@ -365,3 +365,22 @@ class LoggingTask(Classification):
 
     def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
         loop.log_text(f"{split}/loss", str(row["loss"]))
+
+
+class ActingTask(Classification):
+    """A task that is a part of the loop itself, and acts where it should only read, or on one rank alone."""
+
+    def __init__(self, *, act: str) -> None:
+        super().__init__(label_smoothing=0.0)
+        self.parts = {"acts": self}
+        self.act = act
+
+    def step_taken(self, loop: Any) -> None:
+        if self.act == "stop on one rank" and loop.is_main and loop.step == 4:
+            loop.stop("seen enough")
+
+    def row(self, loop: Any) -> None:
+        if self.act == "rate in row":
+            loop.lr_share = 0.5
+        if self.act == "stop in row":
+            loop.stop("seen enough")

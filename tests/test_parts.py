@@ -1,6 +1,7 @@
 """Parts of the loop: under every strategy what one process computes, resumed to the same bits, or refused before the start."""
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +264,19 @@ def test_one_rank_that_stops_ends_the_run_on_all(tmp_path: Path) -> None:
     line = [*RUN, *MODELS["gpt, tied"], *own("StopsOnOneRank"), "rehearse=false", "parallel=ddp", "launch.nproc_per_node=2"]
     ended = finished(*line, root=tmp_path / "runs")
     assert ended.summary["step"] == 4 and "rank 0 has seen enough" in ended.output, ended.output
+
+
+@pytest.mark.parametrize(("act", "what"), [("rate in row", "lr_share"), ("stop in row", r"stop\(\)")])
+def test_a_part_of_a_task_that_acts_when_a_row_is_due_is_refused(act: str, what: str, tmp_path: Path) -> None:
+    """The rows of a run with such a task are not part of its id: its result would depend on trainer.log_every."""
+    acting = [*MODELS["cnn with BatchNorm"], "task._target_=tests.own_parts.ActingTask", f"+task.act={act}"]
+    ended = command(*RUN, *acting, "trainer.log_every=2", "rehearse=false", root=tmp_path / "runs")
+    assert ended.code != 0 and re.search(rf"{what}: row\(\) of a task's or a strategy's part only reads", ended.output), ended.output
+
+
+def test_one_rank_on_which_a_part_of_a_task_stops_ends_the_run_on_all(tmp_path: Path) -> None:
+    acting = [*MODELS["cnn with BatchNorm"], "task._target_=tests.own_parts.ActingTask", "+task.act=stop on one rank", "parallel=ddp", "launch.nproc_per_node=2"]
+    assert finished(*RUN, *acting, "rehearse=false", root=tmp_path / "runs").summary["step"] == 4
 
 
 def test_a_rate_that_follows_a_metric_falls_as_torch_lets_it_and_a_kill_changes_nothing(tmp_path: Path) -> None:

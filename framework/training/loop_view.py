@@ -47,6 +47,7 @@ class Loop:
         self._sums: Sums = {}
         self._under_way = Step(0, 1, [])
         self._call_earlier: Callable[[], None] = lambda: None  # calls the parts before the current part
+        self._only_reads = False  # the call of a part whose moment depends on trainer.log_every, which is not part of the run's id
 
     @property
     def step(self) -> int:
@@ -75,6 +76,7 @@ class Loop:
 
     @lr_share.setter
     def lr_share(self, share: float) -> None:
+        self._require_acting("lr_share")
         self._update.lr_share = share
 
     @property
@@ -206,7 +208,12 @@ class Loop:
 
     def stop(self, why: str) -> None:
         """End the run after this step as finished, with an evaluation and a checkpoint. One rank's call is enough."""
+        self._require_acting("stop()")
         self.stopped = self.stopped or why
+
+    def _require_acting(self, what: str) -> None:
+        if self._only_reads:
+            raise ValueError(f"{what}: row() of a task's or a strategy's part only reads (act in step_taken(), in every step)")
 
 
 def finish_gradients(*, step: Step, engine: Engine, update: Update) -> None:

@@ -31,9 +31,9 @@ class LoopParts:
 
     def __init__(self, parts: Mapping[str, Any], loop: Loop, *, blame: Blame = lambda name: nullcontext()) -> None:
         self.loop, self._blame = loop, blame
-        self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}}
-        self.by_name |= {f"task:{name}": part for name, part in getattr(loop.task, "parts", {}).items()}
-        self._may_stop = any(hasattr(part, moment) for part in parts.values() for moment in _IN_STEPS)
+        of_task = {f"task:{name}": part for name, part in getattr(loop.task, "parts", {}).items()}
+        self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}, **of_task}
+        self._may_stop = any(hasattr(part, moment) for part in (*parts.values(), *of_task.values()) for moment in _IN_STEPS)
         self._may_stop_in_rows = self._may_stop or any(hasattr(part, "row") for part in parts.values())
         self._shards = {name: p for name, p in loop.trained().items() if hasattr(p, "device_mesh")}
         self._at = {moment: list(self._having(moment)) for moment in (*MOMENTS, "batch", "can_save")}
@@ -94,7 +94,12 @@ class LoopParts:
 
     def columns(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the columns that each part adds to a training row, with the part's key."""
-        return self._columns("row", self._each("row"))
+        returned = []
+        for name, call in self._at["row"]:
+            self.loop._only_reads = ":" in name  # it is not one of `part`, with which trainer.log_every is part of the run's id
+            returned.append(self._call("row", name, call))
+        self.loop._only_reads = False
+        return self._columns("row", returned)
 
     def _columns(self, moment: str, returned: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
         """Return what the parts have returned at a moment as columns. Unfit if a value is not a number."""
