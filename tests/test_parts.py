@@ -271,11 +271,19 @@ def test_a_part_of_a_task_that_acts_when_a_row_is_due_is_refused(act: str, what:
     """The rows of a run with such a task are not part of its id: its result would depend on trainer.log_every."""
     acting = [*MODELS["cnn with BatchNorm"], "task._target_=tests.own_parts.ActingTask", f"+task.act={act}"]
     ended = command(*RUN, *acting, "trainer.log_every=2", "rehearse=false", root=tmp_path / "runs")
-    assert ended.code != 0 and re.search(rf"{what}: row\(\) of a task's or a strategy's part only reads", ended.output), ended.output
+    assert ended.code != 0 and re.search(rf"{what}: row\(\) of a task's or a strategy's part only reads", ended.output), (
+        ended.output
+    )
 
 
 def test_one_rank_on_which_a_part_of_a_task_stops_ends_the_run_on_all(tmp_path: Path) -> None:
-    acting = [*MODELS["cnn with BatchNorm"], "task._target_=tests.own_parts.ActingTask", "+task.act=stop on one rank", "parallel=ddp", "launch.nproc_per_node=2"]
+    acting = [
+        *MODELS["cnn with BatchNorm"],
+        "task._target_=tests.own_parts.ActingTask",
+        "+task.act=stop on one rank",
+        "parallel=ddp",
+        "launch.nproc_per_node=2",
+    ]
     assert finished(*RUN, *acting, "rehearse=false", root=tmp_path / "runs").summary["step"] == 4
 
 

@@ -1,6 +1,7 @@
 """A run that was interrupted ends as if nothing had happened."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -110,7 +111,30 @@ def test_a_run_that_begins_with_another_has_its_own_test_row_alone(across: Ended
     assert [(row["step"], row["split"]) for row in longer.rows if row["split"] == "test"] == [(14, "test")]
     assert [row["step"] for row in longer.rows if row["split"] == "train"] == list(range(1, 15))
     again = command(*ACROSS, "trainer.max_epochs=2", f"run.resume={shorter.directory}", root=tmp_path / "second")
-    assert again.code == 0 and f"run.resume={shorter.directory} is not used" in again.output
+    assert again.code == 0 and "finished already, at step 14" in again.output
+
+
+def test_where_a_run_began_does_not_change(tmp_path: Path) -> None:
+    """Otherwise a command would return what another beginning has computed: run.resume is not part of the id."""
+    line, asked = [*ACROSS, "trainer.max_epochs=2"], lambda *resume: command(*line, *resume, root=tmp_path / "own")
+    first = finished(*ACROSS, "trainer.max_epochs=1", root=tmp_path / "first")
+    other = finished(*ACROSS, "trainer.max_epochs=1", "seed=1", root=tmp_path / "other")
+    named = f"run.resume={first.directory}"
+    stopped = command(*line, named, root=tmp_path / "own", before=after_step(10, preempt))
+    assert stopped.code == 75 and stopped.summary["began_from"]["step"] == 7
+    for resume in ([], [f"run.resume={other.directory}"], [f"{named}/checkpoints/step_00000001"]):
+        refused = asked(*resume)
+        assert refused.code == 78 and f"began from {first.directory}, of step 7, and not " in refused.output, refused.output
+    moved = first.directory.rename(first.directory.with_name("moved"))
+    assert asked(f"run.resume={moved}", "trainer.log_every=2", "run.code=accept", "mode=check").code == 0
+    shutil.rmtree(moved)
+    assert asked(named).code == 0
+    finished(*line, root=tmp_path / "fresh")
+    refused = command(*line, f"run.resume={other.directory}", root=tmp_path / "fresh")
+    assert (
+        refused.code == 78
+        and f"began at step 0, and not from {other.directory} (run.resume=auto continues it" in refused.output
+    )
 
 
 def test_what_is_best_and_when_to_stop_follow_from_the_runs_own_settings(tmp_path: Path) -> None:

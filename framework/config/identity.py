@@ -37,12 +37,13 @@ def identity(config: Mapping[str, Any]) -> str:
     """Return the run's id: 12 hexadecimal digits, a hash of all keys that decide what is computed.
 
     The framework's own sections count as their types read them. In a component's node, {}, null and a missing key differ, and 1
-    differs from 1.0, except for an argument that the target's source annotates as `float`. The order of a mapping counts, but not
-    that of a target's arguments. The files of `model.init_from` count by their content, not by their paths.
+    differs from 1.0, except for an argument that the target's source annotates as `float`. The order of a mapping counts; that
+    of a target's arguments does not. The files of `model.init_from` count by their content, not by their paths.
     """
     kept = {name: _as_read(name, value) for name, value in (_DEFAULTS | dict(config)).items() if name not in EXECUTION}
     kept = _without(kept, execution_keys(config))
-    return digest_of({name: _in_order(value, own=OWN.get(name, ())) if name in _ORDERED else value for name, value in kept.items()})[:12]
+    ordered = {name: _in_order(value, own=OWN.get(name, ())) for name, value in kept.items() if name in _ORDERED}
+    return digest_of(kept | ordered)[:12]
 
 
 def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -140,7 +141,7 @@ def _without(value: Any, keys: Iterable[str], prefix: str = "") -> Any:
 
 
 def _in_order(value: Any, *, own: Iterable[str] = ()) -> Any:
-    """Return plain data in which each mapping also holds the order of its keys, if it is neither a target's node nor in `own`."""
+    """Return plain data in which each mapping that is neither a target's node nor in `own` also holds the order of its keys."""
     if isinstance(value, list):
         return [_in_order(item) for item in value]
     if not isinstance(value, dict):

@@ -11,7 +11,8 @@ from framework.config.schema import RunConfig, RunSection
 from framework.launch.decision import print_problems
 from framework.launch.mirrored import Settle, mirror_of, mirrored, refused
 from framework.launch.scratch import remove_scratch
-from framework.preflight.check import code_problems, resume_problems
+from framework.preflight.check import code_problems
+from framework.preflight.origin import resume_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.facts import result, say
 from framework.runs.lineage import parents_of
@@ -57,8 +58,6 @@ def is_finished(run: RunSection, *, targets: list[str]) -> bool:
         LOGGER.warning("%s has lost its last rows", directory.metrics)
     LOGGER.info("finished already, at step %s: %s", summary.get("step"), directory.path)
     say(result(directory, root=run.root))
-    if run.resume not in ("auto", "must"):
-        LOGGER.info("run.resume=%s is not used", run.resume)
     accept_code(run, targets=targets)
     return True
 
@@ -127,7 +126,7 @@ def _hold(mirror: Mirror, run: RunSection, *, targets: list[str]) -> Mirror | Ex
     """Take the mirror, and fetch what it has ahead of the directory. Return an exit code if nothing is left to do."""
     mirror.take()
     if mirror.bring_back():
-        if problems := code_problems(run, targets):
+        if problems := code_problems(run, targets) + resume_problems(run.resume, RunDirectory(Path(run.dir))):
             return print_problems(problems)
         if is_finished(run, targets=targets):
             return Exit.FINISHED

@@ -17,8 +17,11 @@ from framework.training.loop import Trainer
 from framework.training.stored_samples import stored_samples
 
 
-def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str, str]]) -> None:
-    """Start or continue the record, and print what runs. Collective; rank 0 needs all ranks' `places` (host and device)."""
+def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str, str]], **began: Any) -> None:
+    """Start or continue the record, and print what runs. Collective; rank 0 needs all ranks' `places` (host and device).
+
+    `began`: further values of the summary.
+    """
     config, directory, world = build.config, build.directory, build.world
     shown = trainer.splits.loader("train") if world.rank == 0 and config.logger else None
     provenance = Provenance(directory.path)
@@ -63,6 +66,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
         total_steps=info.total_steps,
         monitor=config.checkpoint.monitor,
         **trainer.summary(),
+        **began,
     )
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import socket
 import time
 from contextlib import suppress
@@ -46,8 +47,8 @@ def train(build: Builder) -> Exit:
     trainer.update.require_steps(trainer.plan.total_steps)
     try:
         with world.groups.ending_together():
-            _continue(trainer, build)
-            open_record(trainer, build, places=places)
+            began = _continue(trainer, build)
+            open_record(trainer, build, places=places, **began)
             is_finished = trainer.fit()
             if is_finished:
                 if trainer.parts.loop.stopped and world.rank == 0:
@@ -94,21 +95,24 @@ def _what_is_left(directory: RunDirectory) -> str:
     return f"the last valid checkpoint is intact ({kept[0].name})" if kept else "no checkpoint has been written"
 
 
-def _continue(trainer: Trainer, build: Builder) -> None:
-    """Load this run's newest checkpoint that is valid and fits; without one, load what `run.resume` names. Collective."""
+def _continue(trainer: Trainer, build: Builder) -> dict[str, Any]:
+    """Load this run's newest checkpoint that is valid and fits; without one, load what `run.resume` names. Collective.
+
+    Return what the record must know of the run's beginning, if this is it.
+    """
     directory, world = build.directory, build.world
     data = DataRecord(build.config.run, Provenance(directory.path), world, build.config.seed, trainer.splits)
     found = trainer.saver.store.newest_valid(unfit=partial(_foreign_or_unfit, trainer, build.config.run.id))
     resume = build.config.run.resume
     elsewhere = None if resume in ("auto", "never", "must") else Path(resume)
+    began = {"began_from": None} if found is None else {}
     if found is None and elsewhere is not None:
         found = _from_elsewhere(elsewhere, build)
+        began = {"began_from": found[1]["began_from"]}
         if fault := _unfit(trainer, *found):
             raise NoValidCheckpoint(f"{found[0]} {fault}; model.init_from=FILE loads only the weights")
-    elif found is not None and elsewhere is not None and world.rank == 0:
-        LOGGER.info("run.resume=%s is not used: this run already has its own checkpoints", resume)
     if found is None:
-        return
+        return began
     _require_known_code(build)
     path, state = found
     data.expect(state["data"])
@@ -127,6 +131,7 @@ def _continue(trainer: Trainer, build: Builder) -> None:
         world.agreement.on_rank_0(take_over_rows, what=f"the rows of {path} not copied")
     if world.rank == 0:
         LOGGER.info("continuing from %s", path)
+    return began
 
 
 def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str, Any]) -> str | None:
@@ -188,7 +193,9 @@ def _from_elsewhere(path: Path, build: Builder) -> tuple[Path, dict[str, Any]]:
                 part.note(row)
     metrics, patience = world.agreement.from_rank_0((tracker.splits, tracker.patience.state_dict()))
     began = {"wall_s": 0.0, "train_s": 0.0, "began": time.time()}
-    found[1].update(metrics=metrics, patience=patience, record_id=None, progress=found[1]["progress"] | began)
+    origin = {"path": os.path.realpath(path), "record_id": found[1].get("record_id"), "step": step}
+    progress = found[1]["progress"] | began
+    found[1].update(metrics=metrics, patience=patience, record_id=None, progress=progress, began_from=origin)
     return found
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from framework.build import components, splits
 from framework.build.stored_data import with_urls
-from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.config.code import code_of
 from framework.config.compose import Composed
 from framework.config.draft import Draft
@@ -35,13 +34,14 @@ from framework.config.targets import locate
 from framework.config.validation import component_problems, problems_of_build, validate
 from framework.data.source import Dataset
 from framework.preflight.monitors import directed, monitors_are_metrics
+from framework.preflight.origin import resume_problems
 from framework.preflight.processes import backend_problems, device_problems, open_files_problems, with_processes
 from framework.preflight.rules import RULES, folder_holds_samples, mps_computes_alone
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
-from framework.runtime.objects import StoreFailed, is_url
+from framework.runtime.objects import StoreFailed
 from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.secrets import REMEDY, is_secret_key, secrets_in
 from framework.runtime.torch_compiler import import_dynamo
@@ -241,7 +241,7 @@ def place_problems(run: RunSection, *, is_draft: bool = False) -> list[Problem]:
         what = f"{directory.path} holds another run ({there}, this is {run.id})"
         problems = [Problem("run.dir", what, "another directory, or the command of the other run")]
     may_be_fetched = run.mirror is not None and run.resume == "must"  # the claim finds out whether it can be fetched
-    return problems if may_be_fetched else problems + resume_problems(run.resume, directory)
+    return problems if may_be_fetched else problems + resume_problems(run.resume, directory, is_draft=is_draft)
 
 
 def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
@@ -284,17 +284,3 @@ def writing_problems(run: RunSection) -> list[Problem]:
 def _odd_files(directory: RunDirectory) -> list[Problem]:
     what, expected = "{} is not a plain file", "a run does not write to links or pipes"
     return [Problem("run.dir", what.format(directory.path / name), expected) for name in directory.odd_files()[:1]]
-
-
-def resume_problems(resume: str, directory: RunDirectory) -> list[Problem]:
-    """Return why a run cannot start from what `run.resume` names. A URL is checked when it is fetched."""
-    if resume == "must" and not candidates(directory.checkpoints):
-        return [Problem("run.resume", f"must, but {directory.path} has no checkpoint", "auto, or the path of a run")]
-    if resume in ("auto", "never", "must") or is_url(resume):
-        return []
-    path = Path(resume)
-    if not resume or not os.path.isdir(path):
-        return [Problem("run.resume", f"no run or checkpoint at {resume!r}", "auto, never, must, or a path")]
-    if step_of(path) is None and not candidates(checkpoints_of(path)):
-        return [Problem("run.resume", f"{resume!r} has no checkpoint", "the path of a run or of a checkpoint")]
-    return []

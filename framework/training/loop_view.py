@@ -47,7 +47,7 @@ class Loop:
         self._sums: Sums = {}
         self._under_way = Step(0, 1, [])
         self._call_earlier: Callable[[], None] = lambda: None  # calls the parts before the current part
-        self._only_reads = False  # the call of a part whose moment depends on trainer.log_every, which is not part of the run's id
+        self._only_reads = False  # the current call comes with the rows, and trainer.log_every is not part of the run's id
 
     @property
     def step(self) -> int:
