@@ -45,6 +45,17 @@ def test_an_error_in_a_worker_is_told_in_three_lines(strategy: str, rank: int, t
     assert failed.summary["error"] == f"rank {rank}: LookupError: the planted fault"
 
 
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp 2", marks=pytest.mark.slow)])
+def test_a_component_that_exits_is_a_failure_and_not_the_runs_end(strategy: str, tmp_path: Path) -> None:
+    def plant() -> None:
+        before_each(Engine, "train", lambda *_, index, **__: sys.exit(0) if index == 5 else None)
+
+    failed = command(*RUN, *STRATEGIES[strategy], "launch.max_restarts=0", root=tmp_path / "runs", before=plant)
+    assert failed.code == 1 and failed.summary["status"] == "failed" and failed.summary["step"] == 4, failed.output
+    told = r"rank \d failed: RuntimeError: the code calls sys\.exit\(0\)\n  at .*test_failures\.py:\d+ in <lambda>"
+    assert re.search(told, failed.output), failed.output
+
+
 def test_an_error_that_comes_again_is_not_tried_a_third_time(tmp_path: Path) -> None:
     failed = command(*RUN, *STRATEGIES["ddp 2"], root=tmp_path / "runs", before=lambda: plant_error(1))
     assert failed.code == 1

@@ -34,7 +34,7 @@ from framework.launch.scratch import board_in, common_folder, new_folder
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment, variables
-from framework.runtime.exits import Exit, RunEnded, Unfit
+from framework.runtime.exits import Exit, RunEnded, Unfit, exits_as_errors
 from framework.runtime.forks import Idleness, begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
@@ -85,7 +85,8 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
         gc.freeze()  # imported objects stay, so no garbage collection needs to look at them
         at_end.callback(gc.unfreeze)
         try:
-            with world.groups.ending_together(), fitting(Builder(config, world=world, token=frozen.token)) as build:
+            builder = Builder(config, world=world, token=frozen.token)
+            with world.groups.ending_together(), exits_as_errors(), fitting(builder) as build:
                 code: Exit = locate(MODES[config.mode].worker)(build)
         except RunEnded as end:
             if world.rank == 0:

@@ -29,7 +29,7 @@ from framework.runs.directory import RunDirectory
 from framework.runs.facts import result, say
 from framework.runs.metrics_file import iterate_rows, numbers_of, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
-from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, headline
+from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, exits_as_errors, headline
 from framework.runtime.files import flush_directory, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid, require_file
@@ -46,7 +46,7 @@ def train(build: Builder) -> Exit:
     trainer = build.trainer()
     trainer.update.require_steps(trainer.plan.total_steps)
     try:
-        with world.groups.ending_together():
+        with world.groups.ending_together(), exits_as_errors():
             began = _continue(trainer, build)
             open_record(trainer, build, places=places, **began)
             is_finished = trainer.fit()

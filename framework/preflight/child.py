@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import IO, TypeVar
 
-from framework.runtime.exits import DiskFailed, Interrupted, error_text, lacks_memory, place_of
+from framework.runtime.exits import DiskFailed, Interrupted, error_text, exits_as_errors, lacks_memory, place_of
 from framework.runtime.forks import Idleness, begin_child, in_new_thread, place_in, write_stacks_to
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -101,7 +101,8 @@ def _child(work: Callable[[], object], answer: Connection, stacks: IO[str], is_s
         os.dup2(null, 1)
         os.dup2(null, 2)
     try:
-        found = work()
+        with exits_as_errors():
+            found = work()
     except Exception as error:
         lacks = lacks_memory(error) or isinstance(error, DiskFailed)
         found = ChildFailure(f"{error_text(error)} (at {place_of(error)})", is_unfinished=lacks)

@@ -3,6 +3,8 @@
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -51,6 +53,15 @@ class DiskFailed(RunEnded, code=Exit.DISK):
 
 class Unfit(RunEnded, code=Exit.CONFIGURATION):
     """The configuration does not fit the model. Only the run could show this."""
+
+
+@contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """Let `sys.exit` of the user's code be an error, with its place: otherwise an unfinished run would end with exit code 0."""
+    try:
+        yield
+    except SystemExit as end:
+        raise RuntimeError(f"the code calls sys.exit({end.code!r})").with_traceback(end.__traceback__) from None
 
 
 REMARK = "steadfast_remark"  # an attribute of an error: a text that follows its headline
