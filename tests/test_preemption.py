@@ -14,11 +14,27 @@ import torch
 
 import framework.preflight.dry_build
 from framework.build.training import Builder
+from framework.checkpoint.manifest import read_state
 from framework.checkpoint.store import CheckpointStore
+from framework.engine.engine import Engine
 from framework.engine.forward import Forward
 from framework.runtime.environment import Environment
+from framework.runtime.preemption import PREEMPTION
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, before_each, begin, end, exact_rows, finished, note_steps, once, wait_for
+from tests.harness import (
+    Ended,
+    after_each,
+    assert_same_bits,
+    before_each,
+    begin,
+    command,
+    end,
+    exact_rows,
+    finished,
+    note_steps,
+    once,
+    wait_for,
+)
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
@@ -65,6 +81,57 @@ def plant(moment: str, victim: str, signum: int) -> None:
             os.kill(os.getpid(), signum)
 
     once_at(*MOMENTS[moment], strike)
+
+
+EVALUATIONS = [*RUN, "trainer.max_epochs=1", "trainer.eval_every=4", "checkpoint.every=null", "micro_batch_size=4",
+               "dataset.num_val=60", "dataset.num_test=60"]  # fmt: skip
+
+
+def plant_stop(step: int, split: str) -> Callable[[], None]:
+    """Have a process ask for a stop after the first batch of an evaluation."""
+
+    armed = [False]
+
+    def arm(trainer: Trainer, of: str, **_: Any) -> None:
+        armed[0] = (trainer.progress.step, of) == (step, split)
+
+    def strike(*_: Any) -> None:
+        PREEMPTION.signum = signal.SIGTERM if armed[0] else PREEMPTION.signum
+
+    return lambda: (before_each(Trainer, "evaluate", arm), after_each(Engine, "evaluate", strike))[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("single", []),
+        pytest.param("ddp 2", ["metric=auroc"], marks=pytest.mark.slow),
+        pytest.param("fsdp 2", ["dataset.num_workers=1"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_stop_breaks_off_an_evaluation_which_the_same_command_makes_first(
+    strategy: str, more: list[str], tmp_path: Path
+) -> None:
+    """Twice: in the evaluation of step 4, and in the test at the end, after which nothing is left to train."""
+    line, root = [*EVALUATIONS, *STRATEGIES[strategy], *more], tmp_path / "runs"
+    for step, split, left in ((4, "val", ["val"]), (7, "test", ["test"])):
+        stopped = command(*line, root=root, before=plant_stop(step, split))
+        assert stopped.code == 75, stopped.output
+        assert [(row["step"], row["split"]) for row in stopped.rows][-1] == (step, "train" if split == "val" else "val")
+        (path,) = stopped.directory.glob(f"checkpoints/step_{step:08d}")
+        assert read_state(path)["evaluations_left"] == left
+    ended = finished(*line, root=root)
+    assert_same_bits(ended, once(*line))
+    for split in ("val", "test"):
+        assert ended.summary["metrics"][split] == once(*line).summary["metrics"][split]
+
+
+def test_a_run_that_begins_from_such_a_checkpoint_makes_the_evaluation(tmp_path: Path) -> None:
+    line = [*EVALUATIONS, "trainer.max_epochs=2"]
+    stopped = command(*EVALUATIONS, root=tmp_path / "first", before=plant_stop(7, "val"))
+    longer = finished(*line, f"run.resume={stopped.directory}", root=tmp_path / "second")
+    assert [row["step"] for row in longer.rows if row["split"] == "val"] == [4, 7, 8, 12, 14]
+    assert [row["step"] for row in longer.rows if row["split"] == "test"] == [14]
 
 
 def test_between_rows_a_signal_is_heard_within_a_second(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from framework.runtime.plain import Invalid, Plain, first_fault, read_json, requ
 from framework.runtime.problem import shown
 
 MANIFEST = "manifest.json"
+_ASIDE = ".aside_"  # before the name of a checkpoint that another one of its step replaces
 _NAME = re.compile(r"step_([0-9]{8,18})")
 
 
@@ -48,15 +49,19 @@ def step_of(path: Path) -> int | None:
 def commit(directory: Path, *, target: Path, files: dict[str, Any], state: dict[str, Any]) -> None:
     """Turn a directory of flushed files into the checkpoint `target`: manifest, flush, one rename, flush. Rank 0 only.
 
-    A damaged checkpoint at `target`, which has already been skipped, is deleted first.
+    An earlier checkpoint at `target` is put aside first, and deleted last: `put_back` mends a crash in between.
     """
     content = {"format": 2, "step": step_of(target), "files": files, "state": state}
     write_atomically(directory / MANIFEST, manifest_text(content))
     flush_directory(directory)
-    if os.path.lexists(target):
-        discard(target)
+    aside = target.with_name(_ASIDE + target.name)
+    if is_replaced := os.path.lexists(target):
+        remove(aside)
+        os.rename(target, aside)
     os.rename(directory, target)
     flush_directory(target.parent)
+    if is_replaced:
+        remove(aside)
 
 
 def manifest_text(content: dict[str, Any]) -> str:
@@ -131,8 +136,23 @@ def discard(path: Path) -> None:
     remove(trash)
 
 
+def put_back(directory: Path) -> None:
+    """Give checkpoints that were put aside their names again, if a crash came before that of their successors. See `commit`.
+
+    Only the process that holds the run's lock may call this, as `remove_unfinished`.
+    """
+    for aside in directory.glob(f"{_ASIDE}*"):
+        target = aside.with_name(aside.name.removeprefix(_ASIDE))
+        if os.path.lexists(target):
+            flush_directory(directory)  # the name of the successor, before this one is deleted
+            remove(aside)
+        else:
+            os.rename(aside, target)
+
+
 def remove_unfinished(directory: Path) -> None:
     """Remove the remains of crashed saves and deletions. Only the process that holds the run's lock may call this."""
+    put_back(directory)
     for leftover in [*directory.glob(".tmp_*"), *directory.glob(".trash_*")]:
         remove(leftover)
 

@@ -109,6 +109,7 @@ class SavedState(Plain):
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers
     rows: SavedRows | None = None
     stopped: Word = ""  # the reason why a part has ended the run
+    evaluations_left: list[SplitName] = []  # of this step: a stop has broken them off
 
 
 def stored_plain_state(state: dict[str, Any]) -> PlainState:

@@ -122,6 +122,10 @@ class CheckpointStore:
         warning. If none remains, raise NoValidCheckpoint with a line for each. `unfit` is collective, and gets a path and a
         state.
         """
+        if self.claim.token:
+            self.world.agreement.on_rank_0(
+                lambda: manifest.put_back(self.directory), what=f"{self.directory} cannot be written"
+            )
         found = self._listed(lambda: manifest.candidates(self.directory))
         reasons, is_damaged = list[str](), False
         for path in found[min(back, max(0, len(found) - 1)) :]:

@@ -19,11 +19,11 @@ from framework.engine.sums import means
 from framework.modes.load_run import load_run
 from framework.runs.metrics_file import numbers_of
 from framework.runs.provenance import Provenance
-from framework.runtime.exits import Exit, Interrupted
+from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import shown
-from framework.training.evaluation import measure, measured_by_task, totals
+from framework.training.evaluation import measure, measured_by_task, totals, until_asked
 from framework.training.metrics import finite
 from framework.training.tracking import combined
 
@@ -78,10 +78,7 @@ def _other(own: dict[str, Any], given: dict[str, Any]) -> str:
 
 def until_signal(loader: Loader, world: World) -> Iterator[Step]:
     """Yield the batches until any rank receives a signal; then raise Interrupted on all ranks before the same batch."""
-    for step in loader.evaluate():
-        if any(world.agreement.any_flags(PREEMPTION.requested)):
-            raise Interrupted("stopped; nothing was written")
-        yield step
+    return until_asked(loader.evaluate(), lambda: any(world.agreement.any_flags(PREEMPTION.requested)))
 
 
 def _table(row: dict[str, Any]) -> str:

@@ -108,6 +108,8 @@ def _continue(trainer: Trainer, build: Builder) -> dict[str, Any]:
     began = {"began_from": None} if found is None else {}
     if found is None and elsewhere is not None:
         found = _from_elsewhere(elsewhere, build)
+        left = found[1].get("evaluations_left", [])
+        found[1]["evaluations_left"] = [split for split in trainer.splits.validations() if split in left]
         began = {"began_from": found[1]["began_from"]}
         if fault := _unfit(trainer, *found):
             raise NoValidCheckpoint(f"{found[0]} {fault}; model.init_from=FILE loads only the weights")

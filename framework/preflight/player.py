@@ -191,7 +191,8 @@ class Player:
         for _ in range(index):
             progress.samples_seen += order.size(progress.samples_seen)
         progress.step = index
-        return self.trainer.begin()
+        steps = self.trainer.begin()
+        return next(steps), steps
 
     def gradients(self, step: Step, *, index: int, measure: bool = True) -> Sums:
         """Compute the gradients of a step's first turn (without turns, of all parameters), and change nothing else."""

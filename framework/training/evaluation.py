@@ -1,17 +1,47 @@
-"""The measurement of every sample of a split, once: the sums of each rank, and their totals."""
+"""Evaluations: those that are due after a step, and the measurement of every sample of a split, once."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from framework.data.source import Split
 from framework.distributed.world import World
 from framework.engine.engine import Engine
 from framework.engine.seam import Step
-from framework.engine.sums import Sums, add
+from framework.engine.sums import Sums, add, weight_of
 from framework.modules import structure
 from framework.modules.tensors import WIDEST
+from framework.runtime.exits import Diverged, Interrupted
+
+
+class DueEvaluations:
+    """The evaluations of the last step that have not been made: a stop may break them off, and a checkpoint holds them."""
+
+    def __init__(self) -> None:
+        self.left: list[Split] = []
+
+    def finish(self, make: Callable[..., None], *, may_stop: bool, is_over: Callable[[], bool]) -> None:
+        """Make them, and the test if the run is over then. Some are left if a stop has broken one off. Collective."""
+        while self.left:
+            split = self.left[0]
+            try:
+                make(split, may_stop=may_stop)
+            except Interrupted:
+                return
+            del self.left[0]
+            if not self.left and split != "test" and is_over():
+                self.left = ["test"]
+
+
+def until_asked(steps: Iterable[Step], is_asked: Callable[[], bool]) -> Iterator[Step]:
+    """Yield the batches; raise Interrupted before the first batch at which `is_asked` says so, on all ranks."""
+    for step in steps:
+        if is_asked():
+            raise Interrupted("stopped; nothing was written")
+        yield step
 
 
 def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
@@ -26,6 +56,13 @@ def measure(engine: Engine, steps: Iterable[Step]) -> Sums:
         for step in steps:
             add(sums, {name: value.to(WIDEST[value.device.type]) for name, value in engine.evaluate(step).items()})
     return sums
+
+
+def require_finite(loss: float, sums: Sums, *, what: str) -> None:
+    """Raise Diverged if the mean loss of a split is not finite; `sums` are those that it was computed from."""
+    if not math.isfinite(loss):
+        remark = ", or no target has a weight" if weight_of("loss") in sums else ""
+        raise Diverged(f"{what} is not finite{remark}")
 
 
 def measured_by_task(engine: Engine) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """The checks of a run before each checkpoint: replicas that differ, and ranks that have run different blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from framework.checkpoint.canonical import model_tensors
 from framework.distributed.world import World
+from framework.modules.structure import names_of_trained
 from framework.modules.tensors import WIDEST, local
 from framework.runtime.exits import RunEnded, Unfit
 
@@ -25,6 +26,13 @@ def require_equal_trails(trails: Sequence[float], *, step: int) -> None:
             f"model: by step {step}, {what}, but this strategy exchanges them in one order (parallel=ddp "
             "parallel.find_unused_parameters=true, or choose by the step alone); the last checkpoint is intact"
         )
+
+
+def require_same_trained(module: nn.Module, trained: Collection[str]) -> None:
+    """Raise Unfit if other parameters are trained than at the start, of which `trained` are the names."""
+    if names_of_trained(module) != trained:
+        what = "the trained parameters have changed since the start (requires_grad), and no checkpoint holds this change"
+        raise Unfit(f"model: {what} (let a weight of 0 or detach() switch a part off)")
 
 
 def require_equal_replicas(module: nn.Module, *, world: World) -> None:

@@ -1,6 +1,7 @@
 """The training loop. It does not depend on the strategy, the launcher or the loggers."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,14 @@ from framework.data.source import Split
 from framework.distributed.world import World
 from framework.engine.engine import Engine
 from framework.engine.seam import Step
-from framework.engine.sums import Sums, means, over_turns, weight_of, with_loss_of_turn
+from framework.engine.sums import Sums, means, over_turns, with_loss_of_turn
 from framework.modules.structure import names_of_trained
 from framework.optim.turns import Turn
 from framework.optim.update import Update
 from framework.runs.metrics_file import Row, numbers_of
-from framework.runtime.exits import Diverged, Unfit
-from framework.runtime.preemption import PREEMPTION
-from framework.training.evaluation import measure, measured_by_task, totals
-from framework.training.guard import require_equal_replicas, require_equal_trails
+from framework.runtime.exits import Diverged
+from framework.training.evaluation import DueEvaluations, measure, measured_by_task, require_finite, totals, until_asked
+from framework.training.guard import require_equal_replicas, require_equal_trails, require_same_trained
 from framework.training.loop_view import finish_gradients
 from framework.training.metrics import finite
 from framework.training.parts import LoopParts
@@ -62,45 +62,48 @@ class Trainer:
         self.loss_watch = torch.zeros((), device=self.world.device)  # a sum of losses: not finite after a loss that is not
         self.memory_gib: list[float] = []  # the peak of each rank
         self.grad_norm, self.size = 0.0, 0  # the last value read; the samples of the last step
+        self.alarms = Alarms(self.plan.settings.eval_every, self.plan.checkpoint_every, world=self.world, saver=self.saver)
+        self.due = DueEvaluations()
 
     def fit(self) -> bool:
         """Train. Return True when the run is finished; False when it was preempted, after a committed checkpoint."""
-        if self.is_over:
+        if self.is_over and not self.due.left:
             return True
         if self.recovery.needs_checkpoint:
             self.commit()
-        step, steps = self.begin()
-        is_asked = is_late = False  # whether a stop and a checkpoint wait for a step after which the run can be saved
-        alarms, rings = Alarms(self.plan.settings.eval_every, self.plan.checkpoint_every, world=self.world), [False, False]
+        steps = self.begin()
+        is_asked, is_late, rings = False, bool(self.due.left), [False, False]  # the first two wait until the run can be saved
         while True:
-            try:
-                self.take(step)
-            except Diverged as error:
-                self.speed.tick(self.progress)
-                state = self.recovery.recover(error, step=step, progress=self.progress)
-                if state is not None:
-                    self.load_state_dict(state)
-                    self.loss_watch.zero_()
-                    step, steps = self.begin()
-                    continue
-                self.parts.step_taken()
-            self.parts.agree_on_end()
+            if not self.due.left:
+                self.speed.enter("data")
+                step = next(steps)
+                try:
+                    self.take(step)
+                except Diverged as error:
+                    self.speed.tick(self.progress)
+                    state = self.recovery.recover(error, step=step, progress=self.progress)
+                    if state is not None:
+                        self.load_state_dict(state)
+                        self.loss_watch.zero_()
+                        steps = self.begin()
+                        continue
+                    self.parts.step_taken()
+                self.parts.agree_on_end()
+                is_over = self.is_over
+                if is_over or self.is_due(self.plan.settings.eval_every) or rings[0]:
+                    self.due.left = [*self.splits.validations()] or ["test"] * is_over
             can_save = self.parts.can_save(is_ending=self.is_ending)
-            if self.is_over or self.is_due(self.plan.settings.eval_every) or rings[0]:
-                for split in self.splits.validations():
-                    self.evaluate(split)
+            if self.due.left:
+                self.due.finish(self.evaluate, may_stop=can_save and self.parts.can_break_off, is_over=lambda: self.is_over)
+                is_over = self.is_over and not self.due.left
             is_best = can_save and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
-            flags, has_row = (PREEMPTION.requested, self.saver.has_failed), self.is_due(self.plan.settings.log_every)
-            more = alarms.flags() if alarms.are_set else ()
-            asked_now, save_failed, *rung = self.world.agreement.any_flags(*flags, *more, now=has_row)
-            rings = alarms.heard(rung, step=self.progress.step) if rung else rings
-            is_asked |= asked_now
+            asked_now, save_failed, *rung = self.alarms.ask(now=self.is_due(self.plan.settings.log_every))
+            rings = self.alarms.heard(rung, step=self.progress.step) if rung else rings
+            is_asked |= asked_now or bool(self.due.left)
             is_late |= self.is_due(self.plan.checkpoint_every) or rings[1]
             preempted = is_asked and can_save
             if save_failed:
                 self.saver.settle()
-            if is_over := self.is_over:  # the evaluation may have ended the run
-                self.evaluate("test")
             is_due = is_best or preempted or (is_late and can_save)
             if preempted and not is_over:
                 is_due = not self.saver.is_short_of_time(self.progress.step, grace_s=self.plan.grace_s)
@@ -111,17 +114,15 @@ class Trainer:
                 self.speed.enter("end")
                 self.saver.finish()
                 return is_over
-            self.speed.enter("data")
-            step = next(steps)
 
-    def begin(self) -> tuple[Step, Iterator[Step]]:
-        """Start at `progress`: return the first step and an iterator of the following steps."""
+    def begin(self) -> Iterator[Step]:
+        """Start at `progress`: return the following steps, of which the first is loaded."""
         self.speed.enter("start")
         steps = self.splits.loader("train").train(self.progress.samples_seen)
         step = next(steps)
         self.engine.warm_up()
         self.speed.begin(step=self.progress.step, samples_seen=self.progress.samples_seen)
-        return step, steps
+        return itertools.chain([step], steps)
 
     @property
     def is_over(self) -> bool:
@@ -232,19 +233,17 @@ class Trainer:
         self.tracker.note(numbers_of(row))
         self.recorder.log(row)
 
-    def evaluate(self, split: Split) -> None:
-        """Measure every sample of a split once. Diverged if the loss is not finite: skipping a batch would not help."""
+    def evaluate(self, split: Split, *, may_stop: bool = False) -> None:
+        """Measure a split. Diverged if its loss is not finite. With `may_stop`, Interrupted once any rank is asked to stop."""
         self.world.at("evaluation", step=self.progress.step)
         self.speed.enter("evaluation")
         self.parts.evaluating(split)
         loader = self.splits.loader(split)
         with self.update.averaged():
-            sums = measure(self.engine, loader.evaluate())
+            sums = measure(self.engine, until_asked(loader.evaluate(), lambda: may_stop and self.alarms.ask(now=True)[0]))
             means = self.means(sums, num_samples=len(loader.source))
             observed = ("task", measured_by_task(self.engine)), ("metric", self.tracker.metrics.compute(world=self.world))
-            if not math.isfinite(means["loss"]):
-                remark = ", or no target has a weight" if weight_of("loss") in sums else ""
-                raise Diverged(f"the {split} loss of step {self.progress.step} is not finite{remark}")
+            require_finite(means["loss"], sums, what=f"the {split} loss of step {self.progress.step}")
             row = combined(*self.tracker.columns(split, means, step=self.progress.step), *observed)
             row = combined(("", row), *self.parts.evaluated(split, row))
         self.speed.enter("loop")
@@ -260,9 +259,7 @@ class Trainer:
         self.speed.enter("loop")
 
     def commit(self) -> None:
-        if names_of_trained(self.engine.module) != self.trained:
-            what = "the trained parameters have changed since the start (requires_grad), and no checkpoint holds this change"
-            raise Unfit(f"model: {what} (let a weight of 0 or detach() switch a part off)")
+        require_same_trained(self.engine.module, self.trained)
         self.engine.sync_buffers()
         self.parts.saving()
         require_equal_replicas(self.engine.module, world=self.world)
@@ -286,6 +283,7 @@ class Trainer:
             "facts": self.saver.facts,
             **self.splits.state_dict(),
             "stopped": self.parts.loop.stopped,
+            "evaluations_left": [*self.due.left],
             **self.recorder.state_dict(),
         }
 
@@ -293,6 +291,7 @@ class Trainer:
         """Continue from the plain part of a checkpoint. `checkpoint.canonical.restore` loads the tensors."""
         self.progress = self.parts.loop.progress = Progress(**state["progress"])
         self.parts.loop.stopped = state.get("stopped", "")
+        self.due.left = [*state.get("evaluations_left", [])]
         self.splits.load_state_dict(state)
         self.tracker.splits = state["metrics"]
         self.tracker.patience.load_state_dict(state["patience"])

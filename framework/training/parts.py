@@ -35,6 +35,8 @@ class LoopParts:
         self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}, **of_task}
         self._may_stop = any(hasattr(part, moment) for part in (*parts.values(), *of_task.values()) for moment in _IN_STEPS)
         self._may_stop_in_rows = self._may_stop or any(hasattr(part, "row") for part in parts.values())
+        observing = [part for part in self.by_name.values() if hasattr(part, "evaluating") or hasattr(part, "observe")]
+        self.can_break_off = not observing and not hasattr(loop.task, "measured")  # nobody keeps a part of an evaluation
         self._shards = {name: p for name, p in loop.trained().items() if hasattr(p, "device_mesh")}
         self._at = {moment: list(self._having(moment)) for moment in (*MOMENTS, "batch", "can_save")}
         self._each("begun")

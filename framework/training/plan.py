@@ -4,10 +4,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from framework.checkpoint.saver import Saver
 from framework.config.period import Period, samples_of, seconds_of
 from framework.config.trainer import TrainerSection
 from framework.data.order import Order
 from framework.distributed.world import World
+from framework.runtime.preemption import PREEMPTION
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,23 @@ class Plan:
 
 
 class Alarms:
-    """Periods of time, by the clock of one rank. All ranks hear an alarm after the same step."""
+    """What any rank may want in any step: a stop, and the reports of failed saves and of periods of time, by rank 0's clock."""
 
-    def __init__(self, *periods: Period | None, world: World) -> None:
+    def __init__(self, *periods: Period | None, world: World, saver: Saver) -> None:
         self._seconds = [seconds_of(period) for period in periods] if world.rank == 0 else [None] * len(periods)
         self._since, self._heard = [time.monotonic()] * len(periods), [-2] * len(periods)
-        self.are_set = any(seconds_of(period) is not None for period in periods)
+        self._world, self._saver = world, saver
+        self._are_set = any(seconds_of(period) is not None for period in periods)
 
-    def flags(self) -> list[bool]:
-        """Return which periods are over. A flag stays until it is heard, because not every call sends the flags."""
-        now = time.monotonic()
-        return [length is not None and now - since >= length for length, since in zip(self._seconds, self._since)]
+    def ask(self, *, now: bool) -> list[bool]:
+        """Return whether any rank has asked for a stop, whether a save has failed, and which periods are over. Collective.
+
+        All as of the previous call. A period's flag stays until it is heard, as not every call sends it: see `any_flags`.
+        """
+        clock, own = time.monotonic(), [False] * len(self._seconds) if self._are_set else []
+        for number, seconds in enumerate(self._seconds if own else ()):
+            own[number] = seconds is not None and clock - self._since[number] >= seconds
+        return self._world.agreement.any_flags(PREEMPTION.requested, self._saver.has_failed, *own, now=now)
 
     def heard(self, flags: Sequence[bool], *, step: int) -> list[bool]:
         """Return which flags are new: one that arrives in the step after another was on its way before that was heard."""
