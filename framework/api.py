@@ -16,6 +16,7 @@ from framework.config.compose import forget_files
 from framework.config.frozen_file import recall
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
+from framework.launch.decision import PRINTED
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, read_rows
 from framework.runtime.environment import Environment
@@ -117,10 +118,11 @@ def run(*overrides: str, **keys: Any) -> Run:
     if not MODES[config.mode].worker:
         raise ConfigurationError([Problem("mode", f"{config.mode} prints, and runs nothing", "the command line")])
     with _as_before():
+        PRINTED.clear()
         code = start([*overrides, *live.words_of(keys)[0]])
     done = Run(Path(config.run.dir))
     if code not in (Exit.FINISHED, Exit.PREEMPTED):
-        raise RunFailed(code, str(done.summary.get("error") or "the problem is on standard error"))
+        raise RunFailed(code, "\n".join(PRINTED) or str(done.summary.get("error") or "the problem is on standard error"))
     if code == Exit.FINISHED and hasattr(keys.get("model"), "load_state_dict"):
         keys["model"].load_state_dict(load(done.directory).state_dict())
     return Run(done.directory, done.summary.get("began")) if config.draft else done

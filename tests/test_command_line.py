@@ -191,6 +191,19 @@ def test_a_command_ends_with_all_that_it_has_to_say_but_is_not_taken_down(tmp_pa
     assert "function calls" in profiled.stdout, "what runs the program goes on after it"
 
 
+def test_a_command_that_waits_for_a_thread_names_it_and_a_signal_ends_it_with_its_own_code(tmp_path: Path) -> None:
+    waiting = "threading.Thread(target=threading.Event().wait, name='of the user').start()"
+    program = f"import threading; from framework.runtime.program import end_process; {waiting}; end_process(3)"
+    (tmp_path / "program.py").write_text(program)
+    words = [sys.executable, "program.py"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "waits for its thread of the user (daemon=True" in process.stderr.readline()
+        process.terminate()
+        assert process.wait(20) == 3
+
+
 @pytest.mark.slow
 def test_hashes_of_text_are_the_same_in_every_start(tmp_path: Path) -> None:
     line = "train dataset=synthetic dataset.image_size=8 model._target_=tests.faulty.OfHashes trainer.max_epochs=null trainer.max_steps=1 rehearse=false"

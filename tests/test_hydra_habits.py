@@ -7,6 +7,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from framework.config.compose import compose_line
+from framework.runs.provenance import Provenance
 from tests.harness import Ended, Says, typed
 
 LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
@@ -79,6 +80,7 @@ def test_callbacks_are_called_once_around_a_run_on_two_processes(where: str, fol
     ended = run(folder, *words, "seed=3", "parallel=ddp", "launch.nproc_per_node=2")
     assert ended.code == 0, ended.output
     assert (folder / "calls").read_text().splitlines() == ["run_start 3", "job_start train", "job_end COMPLETED", "run_end"]
+    assert "mine" not in {module for code in Provenance(ended.directory).read().code.values() for module in code}
 
 
 @pytest.mark.quick(1)

@@ -83,7 +83,7 @@ def test_a_scheduler_is_a_function_of_the_optimizer(tmp_path: Path) -> None:
         net = network()
         given: Any = {"dataset": SAMPLES, "task": nn.MSELoss(), "optimizer": OPTIMIZERS["a function"](net)}
         given |= KEYS | {"scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
-        with pytest.raises(RunFailed, match="exit 78"):  # scheduler.every is missing
+        with pytest.raises(RunFailed, match="exit 78: scheduler.every: "):
             run(model=net, **given)
         run(model=net, **given, **{"scheduler.every": "step"})
         assert_equal_models(net, by_hand(gamma=0.9))

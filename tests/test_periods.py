@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,13 +47,15 @@ def test_by_time_all_ranks_evaluate_after_the_same_steps_and_the_training_rows_a
 def test_an_alarm_rings_once_although_its_flag_was_sent_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    alarms, others = (Alarms("1min", 100, world=SimpleNamespace(rank=rank)) for rank in (0, 1))  # type: ignore[arg-type]
-    assert alarms.flags() == others.flags() == [False, False]
+    agreement, saver = SimpleNamespace(any_flags=lambda *flags, now: list(flags)), SimpleNamespace(has_failed=False)
+    ranks: list[Any] = [SimpleNamespace(rank=rank, agreement=agreement) for rank in (0, 1)]
+    alarms, others = (Alarms("1min", 100, world=rank, saver=saver) for rank in ranks)  # type: ignore[arg-type]
+    assert alarms.ask(now=True) == others.ask(now=True) == [False] * 4
     now[0] = 61.0
-    assert alarms.flags() == [True, False] and others.flags() == [False, False]
+    assert alarms.ask(now=True)[2:] == [True, False] and others.ask(now=True)[2:] == [False, False]
     for one in (alarms, others):
         assert [one.heard([True, False], step=step)[0] for step in (7, 8, 20)] == [True, False, True]
-    assert alarms.flags() == [False, False]
+    assert alarms.ask(now=True)[2:] == [False, False]
 
 
 def test_a_warm_up_in_epochs_is_one_in_their_steps() -> None:

@@ -8,6 +8,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
+from framework.config.code import code_of
 from framework.config.compose import with_hydra
 from framework.config.folders import config_name, enter_project
 from framework.config.hydra_compose import has_callbacks
@@ -35,6 +36,7 @@ def callbacks(overrides: list[str], *, around: Literal["run", "job", "multirun"]
     except Exception as error:  # a user's class may raise anything
         expected = "nodes whose _target_ is a hydra.experimental.callback.Callback, with its arguments"
         raise Unfit(str(Problem("hydra.callbacks", f"cannot be built: {one_line(error)}", expected))) from error
+    code_of(type(one).__module__ for one in found.callbacks)  # their modules must not count as the run's
     ended.cfg, ended.hydra_cfg = config, OmegaConf.masked_copy(config, "hydra")
     if around != "job":
         getattr(found, f"on_{around}_start")(config=config, config_name=config_name())

@@ -71,7 +71,8 @@ class MapStyle(SampleDataset):
             raise ValueError(f"dataset.{split}: a {type(samples).__name__} has no length or no index (dataset=stream takes it)")
         numbers = self._carved(split, len(samples))
         if len(samples if numbers is None else numbers) == 0:
-            raise ValueError(f"dataset.{split}: has no sample")
+            carved = f" left: dataset.shares carves {len(samples)} out of train" if len(samples) else ""
+            raise ValueError(f"dataset.{split}: has no sample{carved}")
         return OneByOne(self, samples, numbers, split=split, collate=self.collate or collate)
 
     def _carved(self, split: Split, length: int) -> np.ndarray | None:

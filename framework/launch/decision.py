@@ -23,6 +23,9 @@ _SIGN_S = 60.0
 _TO_READ = timedelta(seconds=10)
 
 
+PRINTED: list[str] = []  # the problems that this process printed last
+
+
 def store_of(environment: Environment, *, part: str = "start") -> "dist.Store":
     """Return the store through which the processes agree. Collective."""
     from framework.distributed.groups import launcher_store  # imports torch: a wrong command line does not need it
@@ -88,8 +91,9 @@ def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
         return code
     if environment.rank != 0:  # the ranks cannot speak to each other; the launcher ends this one when rank 0 has printed
         time.sleep(_TO_END_S)
-    for problem in problems:
-        print(problem, file=sys.stderr, flush=True)
+    PRINTED[:] = map(str, problems)
+    for line in PRINTED:
+        print(line, file=sys.stderr, flush=True)
     if environment.is_launched and not each_rank:
         publish(code, environment=environment)
     return code

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -12,7 +13,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from framework.runtime.environment import left_over, variables, words_before_arguments
+from framework.runtime.preemption import SIGNALS
 from framework.runtime.problem import Problem
+
+_UNTIL_TOLD_S = 2.0  # of waiting for threads
 
 
 def start_problems() -> list[Problem]:
@@ -37,15 +41,32 @@ def keep_cuda_for_children() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process as sys.exit would, but do not finalize the interpreter, which would free torch's objects one by one."""
+    """End this process as sys.exit would, but do not finalize the interpreter, which would free torch's objects one by one.
+
+    Threads of the user's code are waited for, as Python does; a signal ends the wait, with the same code.
+    """
     if not _is_whole_process():  # a profiler, for example, reports when this program has ended
         sys.exit(code)
+    for signum in SIGNALS:
+        signal.signal(signum, lambda *_: os._exit(code))
+    teller = threading.Timer(_UNTIL_TOLD_S, _name_threads)
+    teller.daemon = True
+    teller.start()
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: wait for threads, end pools of threads
+    teller.cancel()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # the stream has no reader any more, or it is closed
             stream.flush()
     os._exit(code)
+
+
+def _name_threads() -> None:
+    """Say what a command waits for that has done its work."""
+    names = [one.name for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon]
+    if names:
+        what = f"the work is done; the process waits for its thread {names[0]} (daemon=True if it need not; a signal ends it)"
+        print(what, file=sys.stderr, flush=True)
 
 
 def _is_whole_process() -> bool:
