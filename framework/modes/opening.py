@@ -85,7 +85,8 @@ def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) 
     epoch, first = loader.order.steps_in(1), trainer.progress.step + 1
     every = [f"{what} {_when(steps)}" for what, steps in (
         ("evaluation", plan.settings.eval_every), ("checkpoint", plan.checkpoint_every))]  # fmt: skip
-    yield "steps", f"{first} to {plan.total_steps}{'' if is_endless else f', {epoch} an epoch'}; {', '.join(every)}"
+    steps = f"{first} to {plan.total_steps}" if first <= plan.total_steps else f"all {plan.total_steps} are taken"
+    yield "steps", f"{steps}{'' if is_endless else f', {epoch} an epoch'}; {', '.join(every)}"
     low, high, last = (trainer.update.peak_lr * share for share in trainer.update.schedule.span(plan.total_steps))
     yield "lr", f"{low:.2e} to {high:.2e}, {last:.2e} in the last step"
 
