@@ -82,6 +82,8 @@ def _option(found: type, group: str) -> str:
 
 def _line(argument: inspect.Parameter) -> Iterator[str]:
     key = _in_yaml(argument.name)  # YAML reads some names, such as `yes`, as another value
+    if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+        return
     if argument.default is argument.empty or argument.name in OF_DATA:
         yield f"# {key}: from the data, or write a value"
     elif _is_plain(argument.default):

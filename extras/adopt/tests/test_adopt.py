@@ -42,7 +42,7 @@ class Plain:
 
 
 class Wide(nn.Module):
-    def __init__(self, width: int, yes={1: 2}, num_classes=10):
+    def __init__(self, width: int, *sizes, yes={1: 2}, num_classes=10, **more):
         super().__init__()
         self.layer = nn.Linear(64 * width, num_classes)
 
@@ -98,6 +98,7 @@ def test_what_has_no_default_is_asked_for_and_the_file_stays(adopted: Callable[.
     code, output = adopted("nets.odd:Wide", "parallel=ddp")
     assert code == 1 and "before any strategy:" in output and "model.width: " in output
     file = tmp_path / "conf" / "model" / "wide.yaml"
+    assert not {"# sizes", "# more"} & {line.partition(":")[0] for line in file.read_text().splitlines()}
     file.write_text(file.read_text() + "# mine\n")
     code, output = adopted("nets.odd:Wide", "parallel=ddp")
     assert code == 1 and "is not changed" in output and file.read_text().endswith("# mine\n"), output
