@@ -111,7 +111,7 @@ def let_no_flush_succeed() -> None:
     os.fsync = fsync
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "disk_fails"), [("ddp 2", let_no_flush_succeed), ("single", let_no_file_grow)])
 def test_a_disk_without_room_for_anything_ends_the_run_quietly(
     strategy: str, disk_fails: Callable[[], None], tmp_path: Path

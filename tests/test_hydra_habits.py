@@ -130,6 +130,7 @@ def launcher(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_another_launcher_of_hydra_runs_the_jobs(launcher: Path, folder: Path) -> None:
     line = ["-m", "hydra/launcher=mine", "seed=0,1,2", "+hydra.callbacks.one={_target_:mine.Called,file:calls}"]
     assert run(folder, "seed=1").code == 0

@@ -124,6 +124,7 @@ def test_a_part_ends_a_run_at_the_same_step_on_any_number_of_processes(ranks: in
     assert [(row["split"], row["double_loss"] / row["loss"]) for row in evaluated] == [("val", 2), ("test", 2)]
 
 
+@pytest.mark.slow
 def test_texts_are_written_alike_by_any_strategy(tmp_path: Path) -> None:
     line = ["dataset=text", "dataset.seq_len=16", "dataset.max_bytes=4000", "model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2",
             "trainer.max_steps=2", "trainer.eval_every=1", "precision=fp64", "global_batch_size=8", "part=text_samples",
@@ -265,6 +266,7 @@ def test_one_rank_that_stops_ends_the_run_on_all(tmp_path: Path) -> None:
     assert ended.summary["step"] == 4 and "rank 0 has seen enough" in ended.output, ended.output
 
 
+@pytest.mark.slow
 def test_a_rate_that_follows_a_metric_falls_as_torch_lets_it_and_a_kill_changes_nothing(tmp_path: Path) -> None:
     line = [*GPT, "part=plateau", "part.plateau.patience=0", "part.plateau.threshold=0.9", "part.plateau.min_share=1e-3",
             "trainer.eval_every=2", "checkpoint.every=3", "scheduler=constant", "scheduler.warmup_steps=0"]  # fmt: skip

@@ -67,6 +67,7 @@ def plant(moment: str, victim: str, signum: int) -> None:
     once_at(*MOMENTS[moment], strike)
 
 
+@pytest.mark.slow
 def test_between_rows_a_signal_is_heard_within_a_second(tmp_path: Path) -> None:
     """Rows every hundred steps, which take at least 20 ms: the ranks ask each other by the clock."""
     line = [*RUN, "trainer.max_epochs=null", "trainer.max_steps=9000", "trainer.log_every=100", "trainer.eval_every=null",
@@ -157,6 +158,7 @@ def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path
     assert not list(ended.root.glob("*/*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> None:
     def plant() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -135,6 +135,7 @@ def test_a_sweep_shows_the_runs_that_other_code_began_and_starts_none(folder: Pa
     assert states == ["finished", "finished"]
 
 
+@pytest.mark.slow
 def test_a_job_s_code_does_not_have_the_modules_of_other_jobs(folder: Path) -> None:
     (folder / "other.py").write_text(NET)
     (folder / "conf" / "model" / "other.yaml").write_text("_target_: other.Net\n")
@@ -349,6 +350,7 @@ def test_what_a_program_imports_between_its_commands_is_not_a_runs_code(folder: 
     assert sorted(record(ended)["starts"][-1]["loaded"]) == ["acts", "acts.late", "acts.soft", "of_a_file"]
 
 
+@pytest.mark.slow
 def test_a_plug_in_that_is_new_is_other_code(folder: Path) -> None:
     registry(folder)
     assert run(folder, before=stop_after_3).code == 75
@@ -362,6 +364,7 @@ def test_a_plug_in_that_is_new_is_other_code(folder: Path) -> None:
     assert accepted.endswith("acts/extra.py is new")
 
 
+@pytest.mark.slow
 def test_wandb_is_sent_the_code_that_the_run_reaches(folder: Path) -> None:
     (folder / "unused.py").write_text("TOKEN = 1\n")
     ended = run(folder, *OFFLINE, "logger.wandb.log_code=true")

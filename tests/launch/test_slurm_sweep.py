@@ -281,6 +281,7 @@ def test_status_tells_of_each_run_where_it_is_and_why(submitted: Sweep) -> None:
     }
 
 
+@pytest.mark.slow
 def test_status_without_slurm_tells_what_the_directories_do(
     held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
