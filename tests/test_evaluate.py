@@ -156,6 +156,7 @@ def delete_before_loading() -> None:
     before_each(restored, "load_evaluated", lambda path, **_: shutil.rmtree(path))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(tmp_path: Path) -> None:
     shutil.copytree(run().directory, tmp_path / "copy")
     gone = command("mode=eval", f"run.dir={tmp_path / 'copy'}", root=tmp_path / "none", before=delete_before_loading)

@@ -62,6 +62,7 @@ def plant_abort() -> None:
     before_each(Engine, "train", abort)
 
 
+@pytest.mark.slow
 def test_nor_is_a_library_that_aborts_again(tmp_path: Path) -> None:
     failed = command(*RUN, *STRATEGIES["ddp 2"], root=tmp_path / "runs", before=plant_abort)
     assert failed.code == 1

@@ -48,6 +48,7 @@ def test_a_setting_of_hydra_in_a_file_is_refused_as_on_the_command_line(key: str
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where", ["file", "line"])
 def test_hydra_mode_makes_a_sweep(where: str, folder: Path) -> None:
     words = [experiment(folder, "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '0,1'}}}")]

@@ -159,6 +159,7 @@ def test_data_come_in_as_they_are(kind: str, tmp_path: Path) -> None:
     in_a_program(program, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_model_stays_and_a_loss_that_is_no_mean_is_told(tmp_path: Path) -> None:
     def program() -> None:
         net: Any = network()

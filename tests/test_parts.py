@@ -212,7 +212,7 @@ def test_a_part_that_acts_only_now_and_then_is_named_before_the_start(part: str)
     assert refused(*line).splitlines()[-1] == Says(said)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "rehearse"), [("fsdp", "false"), ("ddp", "false"), ("fsdp", "true")])  # fmt: skip
 def test_new_data_of_a_weight_is_taken_or_refused_by_name(strategy: str, rehearse: str, tmp_path: Path) -> None:
     line = [*GPT, *own("Shrinks")]

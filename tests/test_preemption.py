@@ -125,7 +125,7 @@ def test_two_ranks(case: tuple[str, str, int], tmp_path: Path) -> None:
     stops_and_continues(line, case, whole=undisturbed("ddp 2"), root=tmp_path / "runs")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_one_process(moment: str, tmp_path: Path) -> None:
     case = (moment, "rank 0", SIGNALS[list(MOMENTS).index(moment)])

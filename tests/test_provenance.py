@@ -165,6 +165,7 @@ def test_code_that_was_edited_after_its_import_is_not_run_under_the_new_code_s_n
         assert refused.output == Says(f"run.code: {named} ... imported ... new process ... reload")
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_files_are_edited_while_it_runs_starts_no_job_with_the_old_code(folder: Path) -> None:
     edits = 'Path(__file__).with_name("helpers.py").write_text("def width():\\n    return 16\\n")'
     edit(folder, "        return self.last(", f"        {edits}\n        return self.last(")  # the first job does it
@@ -278,6 +279,7 @@ def test_what_counts(what: str) -> None:
     assert changed({"pkg.net": parts(one)}, {"pkg.net": parts(other)}) == [f"pkg/net.py: {name}"]
 
 
+@pytest.mark.slow
 def test_folders_that_the_code_adds_to_the_path_are_followed_at_the_next_start_too(folder: Path) -> None:
     (folder / "src").mkdir()
     (folder / "src" / "inner.py").write_text("SCALE = 1.0\n")

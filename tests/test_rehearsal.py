@@ -391,6 +391,7 @@ def test_one_process_has_the_statistics_of_a_model_that_freezes_them(tmp_path: P
     finished(*line[:-2], root=tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_what_a_rehearsal_computes_no_run_inherits(tmp_path: Path) -> None:
     """Nor what is computed without storage: the process that starts the workers has not called the model."""
     line = [*model("Cached"), "rehearse=true", "micro_batch_size=4"]

@@ -115,6 +115,7 @@ def kill_at_the_second_file() -> None:
     before_each(Objects, "get", kill)
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_part_of_the_data(store: Objects, tmp_path: Path) -> None:
     line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
     upload(store, tmp_path / "data")

@@ -109,6 +109,7 @@ PRUNED = [  # a line, and the steps at which three trials are given up: good, ba
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("words", "steps"), PRUNED, ids=[words for words, _ in PRUNED])
 @pytest.mark.parametrize("kill_at", [10, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_pruner_stops_what_its_parameters_say_also_when_the_search_was_killed(

@@ -375,6 +375,7 @@ def test_what_asynchronous_processes_cannot_do_is_refused() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_evaluation_waits_for_the_pushes_of_all(tmp_path: Path) -> None:
     """The eighth push of rank 2 comes when rank 0 asks already for what is to be evaluated, and saved, after step 8."""
     is_asked = FORK.Semaphore(0)
