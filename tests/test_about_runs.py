@@ -114,6 +114,7 @@ def test_ancestors_come_first_and_a_resumed_run_says_up_to_where_it_is_the_other
     assert re.search(rf"took run\.resume=\S+ from one/{one.name}; both have the same rows up to step {step}\b", ended.output)
 
 
+@pytest.mark.slow
 def test_a_parent_is_remembered_whatever_becomes_of_it(root: Path, tmp_path: Path) -> None:
     line = [*SHORT, f"run.dir={tmp_path / 'parent'}"]
     parent = finished(*line, "seed=3", root=tmp_path).root / "parent"

@@ -193,6 +193,7 @@ def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, one: Make
     assert_survives_a_kill(*both, at=5, root=tmp_path)
 
 
+@pytest.mark.slow
 def test_what_a_sample_draws_depends_on_its_number_also_without_micro_batches(tmp_path: Path) -> None:
     line = [*RUN, *MAP]
     alone = finished(*line, root=tmp_path / "one")

@@ -107,7 +107,7 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(first, second, marks=[] if stride == 1 and i % 6 == 0 else [pytest.mark.slow])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [*pairs()])
 def test_a_run_goes_on_under_another_strategy(
     first: str, second: str, begun: Callable[[str], tuple[Ended, str]], tmp_path: Path

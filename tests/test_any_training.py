@@ -27,7 +27,7 @@ IDS = [name(*strategy) for strategy in STRATEGIES]
 MASKED = [*RUN, *MODELS["gpt, tied"], "dataset._target_=tests.trainings.Masked"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks", "mesh"), STRATEGIES, ids=IDS)
 def test_a_mean_over_tokens_is_that_of_one_process(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
     processes = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]

@@ -51,7 +51,7 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*LINE, "micro_batch_size=16", root=tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "strategy", [[], TWO, [*TWO, "parallel=fsdp"], [*TWO, "launch.nnodes=1:2"]], ids=["single", "ddp", "fsdp", "elastic"]
 )
@@ -78,6 +78,7 @@ def test_between_nodes_only_a_lack_of_memory_is_not_counted_as_a_failure(smaller
     assert seen == (["failures"] if smaller is None else [])
 
 
+@pytest.mark.slow
 def test_a_prediction_uses_the_size_of_the_run_and_a_rehearsal_needs_few_samples(tmp_path: Path) -> None:
     run = finished(*LINE, "+model.most=5", "micro_batch_size=auto", "rehearse=true", root=tmp_path / "runs")
     assert "lacks memory" in run.output and "rehears" not in run.output
@@ -87,6 +88,7 @@ def test_a_prediction_uses_the_size_of_the_run_and_a_rehearsal_needs_few_samples
     assert (run.directory / "micro_batch_size.json").read_text() == noted
 
 
+@pytest.mark.slow
 def test_it_is_the_run_of_null(tmp_path: Path) -> None:
     stopped = command(*LINE, root=tmp_path / "runs")
     assert stopped.code == 1
@@ -102,6 +104,7 @@ def test_a_model_that_does_not_fit_itself_is_not_tried_again(tmp_path: Path) -> 
     assert "starts again" not in failed.output
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("model", "what"), [("dropout=0.5", "draws random numbers"), ("norm=batch", "couples the samples")])
 def test_layers_that_depend_on_the_cut_are_told(model: str, what: str, tmp_path: Path) -> None:
     line = ["model=cnn", f"model.{model}", "trainer.max_epochs=null", "trainer.max_steps=2", "micro_batch_size=auto"]

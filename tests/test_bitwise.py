@@ -71,6 +71,7 @@ def test_a_run_may_change_its_number_of_processes(tmp_path: Path) -> None:
     assert exact_rows(ended) == exact_rows(one("cnn"))
 
 
+@pytest.mark.slow
 def test_without_it_the_bits_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     line = [*LINES["cnn"], "invariance=samples", "parallel=ddp", "launch.nproc_per_node=3"]
     assert digest(finished(*line, root=tmp_path / "runs")) != digest(one("cnn"))
@@ -132,6 +133,7 @@ def test_no_rank_sends_or_receives_more_sums_than_the_logarithm_of_the_leaves(
             assert max(counting.sent, counting.received) <= (count - 1).bit_length()
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_same_bits_however_large_its_sums_are(tmp_path: Path) -> None:
     line = [
         *RUN, *SMALL, "model=mlp", "model.dim=4", "task._target_=tests.faulty.Large", "precision=fp64",

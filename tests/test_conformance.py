@@ -200,7 +200,7 @@ WHOLE = [*SMALL, "dataset.num_classes=12", "precision=fp64", "model=cnn", "model
          "trainer.max_steps=20", "trainer.log_every=1", "optimizer=sgd", "optimizer.lr=0.01"]  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     [

@@ -122,6 +122,7 @@ def test_a_skipped_step_leaves_no_trace(strategy: str, fault: Callable[[], None]
     assert_same_bits(ended, left_out(strategy))
 
 
+@pytest.mark.slow
 def test_skips_are_counted_through_interruptions_and_bounded(tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], SKIP, "trainer.divergence.limit=2"]
     faults = bad_batches(BAD, BAD + 16, 232)  # steps 11, 12 and 17

@@ -51,6 +51,7 @@ def measured(run: Ended, *, step: int, split: str) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.slow
 def test_a_run_of_a_version_with_fewer_keys_is_evaluated_and_loaded(tmp_path: Path) -> None:
     copy = tmp_path / run().directory.parent.name / run().directory.name
     shutil.copytree(run().directory, copy)
@@ -87,6 +88,7 @@ def test_every_strategy_and_world_size_measures_the_same(strategy: str, ranks: i
     assert_equal(row, measured(run(), step=10, split="test"))
 
 
+@pytest.mark.slow
 def test_every_checkpoint_and_split_can_be_named(tmp_path: Path) -> None:
     best = run().summary["metrics"]["val"]["best"]["step"]
     places = {"last": 10, "final": 10, "best": best, "4": 4, str(run().directory / "checkpoints" / "step_00000006"): 6}
@@ -136,6 +138,7 @@ def test_nothing_of_the_run_is_changed_and_the_result_is_printed(tmp_path: Path)
 # --- while the run goes on
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_while_it_trains(tmp_path: Path) -> None:
     line = [*RUN, "trainer.max_epochs=100000", "checkpoint.every=50", "trainer.eval_every=null", "checkpoint.keep_last=20"]
     training = begin(*line, root=tmp_path / "runs")
@@ -153,6 +156,7 @@ def delete_before_loading() -> None:
     before_each(restored, "load_evaluated", lambda path, **_: shutil.rmtree(path))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(tmp_path: Path) -> None:
     shutil.copytree(run().directory, tmp_path / "copy")
     gone = command("mode=eval", f"run.dir={tmp_path / 'copy'}", root=tmp_path / "none", before=delete_before_loading)

@@ -103,6 +103,7 @@ REMOTE = "remote_embedding"
 PLAIN = ["parallel=single", "launch.nproc_per_node=1"]
 
 
+@pytest.mark.slow
 def test_a_table_in_another_process_is_trained_as_in_the_same(tmp_path: Path) -> None:
     """Uneven shares, the norm clipped over both parts; on three processes, one of the four micro-batches is a rank's second."""
     clip = "trainer.clip_grad_norm=0.05"

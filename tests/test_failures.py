@@ -73,6 +73,7 @@ def plant_abort() -> None:
     before_each(Engine, "train", abort)
 
 
+@pytest.mark.slow
 def test_nor_is_a_library_that_aborts_again(tmp_path: Path) -> None:
     failed = command(*RUN, *STRATEGIES["ddp 2"], root=tmp_path / "runs", before=plant_abort)
     assert failed.code == 1
@@ -122,7 +123,7 @@ def let_no_flush_succeed() -> None:
     os.fsync = fsync
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "disk_fails"), [("ddp 2", let_no_flush_succeed), ("single", let_no_file_grow)])
 def test_a_disk_without_room_for_anything_ends_the_run_quietly(
     strategy: str, disk_fails: Callable[[], None], tmp_path: Path

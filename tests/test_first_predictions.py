@@ -55,6 +55,7 @@ def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[st
     assert torch.allclose(tensors["output"], theirs["output"], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_wandb_gets_a_table_with_pictures(tmp_path: Path) -> None:
     run = finished(*RUN, *OFFLINE, "part.predictions.count=5", root=tmp_path / "runs")
     records, _ = table(run)
@@ -92,6 +93,7 @@ class Varying(Classification):
     num_calls = 0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_into_one_table_is_left_out_with_a_warning(tmp_path: Path) -> None:
     own = ["task._target_=tests.test_first_predictions.Varying", "part.predictions.count=15", "rehearse=false"]
     run = finished(*RUN, *own, root=tmp_path / "runs")

@@ -162,6 +162,7 @@ def test_a_rank_that_hangs_is_named_and_the_same_command_continues(
     assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [stop, pytest.param(sleep, marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_at_its_start_is_named(act: Act, whole: Callable[[str], Ended], tmp_path: Path) -> None:
     ended, elapsed_s = hang("ddp 2", 1, act, at_the_start, folder=tmp_path)
@@ -288,6 +289,7 @@ def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_con
 # --- nobody waits
 
 
+@pytest.mark.slow
 def test_one_process_alone_that_stands_still_is_ended_and_the_same_command_continues(tmp_path: Path) -> None:
     line = [*RUN, f"launch.timeout_s={TIMEOUT_S}"]
     began = time.monotonic()

@@ -49,6 +49,7 @@ def test_a_setting_of_hydra_in_a_file_is_refused_as_on_the_command_line(key: str
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where", ["file", "line"])
 def test_hydra_mode_makes_a_sweep(where: str, folder: Path) -> None:
     words = [experiment(folder, "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '0,1'}}}")]
@@ -132,6 +133,7 @@ def launcher(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_another_launcher_of_hydra_runs_the_jobs(launcher: Path, folder: Path) -> None:
     line = ["-m", "hydra/launcher=mine", "seed=0,1,2", "+hydra.callbacks.one={_target_:mine.Called,file:calls}"]
     assert run(folder, "seed=1").code == 0

@@ -79,6 +79,7 @@ def test_entries_are_renamed_prefixed_and_transposed(tmp_path: Path) -> None:
     assert "WARNING" not in run.output
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_list(tmp_path: Path) -> None:
     save_file({"weight": torch.full((16,), 3.0)}, tmp_path / "norm.safetensors")
     line = f"model.init_from=[{{file: {tmp_path / 'norm.safetensors'}, prefix: norm., strict: true}}]"

@@ -159,6 +159,7 @@ def test_data_come_in_as_they_are(kind: str, tmp_path: Path) -> None:
     in_a_program(program, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_model_stays_and_a_loss_that_is_no_mean_is_told(tmp_path: Path) -> None:
     def program() -> None:
         net: Any = network()
@@ -178,6 +179,7 @@ def test_the_rest_of_a_model_stays_and_a_loss_that_is_no_mean_is_told(tmp_path: 
     assert ended.output.count("the loss of a batch is not the mean of its samples' losses") == 1, ended.output
 
 
+@pytest.mark.slow
 def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_path: Path) -> None:
     def program() -> None:
         with pytest.raises(ConfigurationError, match="metric: a object is not a value of this key"):

@@ -143,6 +143,7 @@ def test_tensorboard_holds_each_step_once_after_kills(tmp_path: Path) -> None:
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_checkpoint(tmp_path: Path) -> None:
     def lose() -> None:
         TensorBoard.log = lambda self, row: None  # as a buffer that is never written
@@ -155,6 +156,7 @@ def test_tensorboard_gets_back_what_a_kill_has_lost_of_the_steps_before_the_chec
     assert_equal(tensorboard_scalars(run.directory), scalars_of(run.rows))
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_hparams_the_final_and_best_metrics_and_the_first_images_once_after_a_resume(
     tmp_path: Path,
 ) -> None:
@@ -357,6 +359,7 @@ def test_wandb_has_the_configuration_as_a_tree_the_last_and_best_metrics_and_on_
     assert_holds_the_kept_checkpoints(file, run)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_record_s_id_and_when_it_began(tmp_path: Path) -> None:
     killed = command(*RUN, root=tmp_path / "runs", before=after_step(2, crash))
     assert not (killed.directory / "checkpoints").exists()
@@ -364,6 +367,7 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_its_record_s_id_and_when
     assert (again["record_id"], again["began"]) == (before["record_id"], before["began"])
 
 
+@pytest.mark.slow
 def test_another_run_and_one_that_starts_over_have_ids_of_their_own(tmp_path: Path) -> None:
     first = finished(*RUN, root=tmp_path / "first")
     longer = finished(*RUN, "trainer.max_epochs=5", f"run.resume={first.directory}", root=tmp_path / "second")
@@ -414,6 +418,7 @@ def useless_server(kind: str) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["refuses", pytest.param("is silent", marks=pytest.mark.slow)])
 def test_a_run_neither_waits_for_a_dead_server_nor_loses_its_rows(kind: str, tmp_path: Path) -> None:
     def plant() -> None:
@@ -519,6 +524,7 @@ def test_a_sink_that_fails_is_a_warning_and_the_run_and_other_sinks_go_on(fault:
         assert_equal(wandb_rows(file), scalars_of(run.rows))
 
 
+@pytest.mark.slow
 def test_a_sink_has_no_longer_than_is_left_before_the_signal_that_kills(tmp_path: Path) -> None:
     def plant() -> None:
         TensorBoard.close = lambda self, summary: signal.pause()

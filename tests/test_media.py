@@ -41,6 +41,7 @@ def steps_in_tensorboard(directory: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in reader.Tensors(tag)] for tag in reader.Tags()["tensors"]}
 
 
+@pytest.mark.slow
 def test_media_are_the_same_files_after_a_kill_and_in_the_loggers_each_step_once(tmp_path: Path) -> None:
     line = [*RUN, *DDP, PART, *OFFLINE, "logger=[tensorboard,wandb]", "launch.max_restarts=0"]
     whole = finished(*RUN, *DDP, PART, root=tmp_path / "whole")

@@ -213,6 +213,7 @@ def test_goodput_counts_what_a_kill_has_cost(tmp_path: Path) -> None:
     assert 0 < rows_of(ended, "train")[-1]["goodput"] <= 1
 
 
+@pytest.mark.slow
 def test_the_memory_of_each_rank_is_in_the_summary_and_the_most_in_the_rows(tmp_path: Path) -> None:
     def plant() -> None:  # what is written is resident
         before_each(Trainer, "fit", lambda trainer: bytearray(300 << 20) if trainer.world.rank == 1 else None)
@@ -295,6 +296,7 @@ def test_every_number_of_a_row_is_in_the_documentation(tmp_path: Path) -> None:
     assert run.summary["memory_gib"]
 
 
+@pytest.mark.slow
 def test_the_use_of_the_machine_is_in_the_training_rows_if_it_is_asked_for(tmp_path: Path) -> None:
     line = [*TINY, "parallel=ddp", "launch.nproc_per_node=2"]
     plain = finished(*line, root=tmp_path / "plain")

@@ -108,6 +108,7 @@ def log_has(words: str, root: Path) -> bool:
     return any(words in path.read_text() for path in root.glob("*/*/train.log"))
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_store_refuses(server: S3Server, store: str, tmp_path: Path) -> None:
     def warned() -> None:
         said = "training continues, and the upload is tried again in"
@@ -158,6 +159,7 @@ def test_a_place_that_is_wrong_is_refused_before_the_start(place: str, server: S
 # --- two commands, one mirror
 
 
+@pytest.mark.slow
 def test_a_second_command_from_another_directory_is_refused(store: str, tmp_path: Path) -> None:
     first = begin(*RUN, f"run.mirror={store}", root=tmp_path / "first", before=after_step(6, lambda: time.sleep(60)))
     wait_for_step(store, 4)

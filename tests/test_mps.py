@@ -61,7 +61,7 @@ def rows_of(line: list[str], device: str, breaks: bool) -> list[dict[str, Any]]:
         return [{name: value for name, value in row.items() if name not in MACHINE} for row in rows]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [IMAGES, TOKENS, [*TOKENS, "precision=bf16"]], ids=["images", "tokens", "bf16"])
 def test_a_run_computes_what_the_cpu_does_and_continues_to_the_bit(line: list[str]) -> None:
     runs = call_mps(found, line=line)

@@ -69,7 +69,7 @@ def test_it_computes_what_one_process_does_or_is_refused(model: str, case: tuple
         assert_close(finished(*line, root=tmp_path / "used"), one(model))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
 def test_a_weight_that_stages_share_takes_no_buffers_with_it(schedule: str, tmp_path: Path) -> None:
     line = [*odd("Chained"), "parallel=pipeline", f"parallel.schedule={schedule}", "launch.nproc_per_node=2"]
@@ -91,6 +91,7 @@ def test_a_gradient_of_an_earlier_micro_batch_is_not_taken_for_a_sum(on: str, co
     assert on == "null" or f"rank {on} failed" in ended.output
 
 
+@pytest.mark.slow
 def test_the_code_of_stages_and_losses_makes_its_own_tensors(tmp_path: Path) -> None:
     line = [*odd("Making"), "task._target_=tests.odd_models.MakingLoss", "task.label_smoothing=0"]
     run = finished(*line, "parallel=pipeline", "launch.nproc_per_node=2", root=tmp_path / "runs")

@@ -66,6 +66,7 @@ def test_an_optimizer_takes_the_same_steps_on_shards(optimizer: str, strategy: s
     assert_close(finished(*line, root=tmp_path / "runs"), alone(optimizer))
 
 
+@pytest.mark.slow
 def test_an_optimizer_continues_from_shards_on_one_process(tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS["muon"]]
     begun = command(*line, *SHARDED, root=tmp_path / "first", before=after_step(5, preempt))
@@ -251,6 +252,7 @@ def test_fp16_skips_the_steps_that_overflow_and_learns_after_them(tmp_path: Path
     assert "Infinity" not in (run.directory / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_fp16_skips_the_same_steps_on_two_processes(tmp_path: Path) -> None:
     """A strategy that averages must not compute with losses that are larger by the number of processes."""
     plant, line = scale_from(2.0**20, growth_interval=3), [*FP16, "micro_batch_size=8"]
@@ -261,6 +263,7 @@ def test_fp16_skips_the_same_steps_on_two_processes(tmp_path: Path) -> None:
     assert skipped[0] == skipped[1]
 
 
+@pytest.mark.slow
 def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     plant = scale_from(2.0**12, growth_interval=5)
     whole = finished(*FP16, root=tmp_path / "whole", before=plant)

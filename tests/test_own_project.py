@@ -124,6 +124,7 @@ NAMED = "# the mean of the gradients, times a factor on the way\n_needs_: [repli
         "  _partial_: true\n  factor: 2.0\n"  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_value_of_ones_own_has_a_name(folder: Path) -> None:
     write(folder, **{"hooks.py": HOOK, "conf/parallel.hook/scaled": NAMED})
     line = ["model=mynet", "parallel=ddp", "launch.nproc_per_node=2"]
@@ -290,6 +291,7 @@ def test_a_faulty_primary_file_is_refused_in_a_line(text: str, folder: Path) -> 
         assert refused(*words, folder=folder).count("\n") < 20
 
 
+@pytest.mark.slow
 def test_a_faulty_option_is_refused_where_it_is_chosen_and_nowhere_else(folder: Path) -> None:
     write(folder, conf__model__five="5", conf__model__broken="_target_: [")
     (folder / "conf/model/latin.yaml").write_bytes(b"# \xe4\n")

@@ -125,6 +125,7 @@ def test_a_part_ends_a_run_at_the_same_step_on_any_number_of_processes(ranks: in
     assert [(row["split"], row["double_loss"] / row["loss"]) for row in evaluated] == [("val", 2), ("test", 2)]
 
 
+@pytest.mark.slow
 def test_texts_are_written_alike_by_any_strategy(tmp_path: Path) -> None:
     line = ["dataset=text", "dataset.seq_len=16", "dataset.max_bytes=4000", "model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2",
             "trainer.max_steps=2", "trainer.eval_every=1", "precision=fp64", "global_batch_size=8", "part=text_samples",
@@ -212,7 +213,7 @@ def test_a_part_that_acts_only_now_and_then_is_named_before_the_start(part: str)
     assert refused(*line).splitlines()[-1] == Says(said)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "rehearse"), [("fsdp", "false"), ("ddp", "false"), ("fsdp", "true")])  # fmt: skip
 def test_new_data_of_a_weight_is_taken_or_refused_by_name(strategy: str, rehearse: str, tmp_path: Path) -> None:
     line = [*GPT, *own("Shrinks")]
@@ -287,6 +288,7 @@ def test_one_rank_on_which_a_part_of_a_task_stops_ends_the_run_on_all(tmp_path: 
     assert finished(*RUN, *acting, "rehearse=false", root=tmp_path / "runs").summary["step"] == 4
 
 
+@pytest.mark.slow
 def test_a_rate_that_follows_a_metric_falls_as_torch_lets_it_and_a_kill_changes_nothing(tmp_path: Path) -> None:
     line = [*GPT, "part=plateau", "part.plateau.patience=0", "part.plateau.threshold=0.9", "part.plateau.min_share=1e-3",
             "trainer.eval_every=2", "checkpoint.every=3", "scheduler=constant", "scheduler.warmup_steps=0"]  # fmt: skip

@@ -34,6 +34,7 @@ def test_an_evaluation_is_due_by_epochs_and_samples_as_by_their_steps_also_after
     assert steps([*LINE, f"trainer.eval_every={2 * size}samples"], "val")[0] == 2
 
 
+@pytest.mark.slow
 def test_by_time_all_ranks_evaluate_after_the_same_steps_and_the_training_rows_are_the_same(tmp_path: Path) -> None:
     plain = [*LINE, "trainer.eval_every=null", "checkpoint.every=null"]
     ended = finished(*LINE, "trainer.eval_every=0.001s", "checkpoint.every=0.001s", "parallel=ddp", "launch.nproc_per_node=2",
@@ -70,6 +71,7 @@ def test_what_is_no_period_is_refused(period: str) -> None:
     assert refused(*LINE, f"trainer.eval_every={period}") == Says(f"trainer.eval_every: ...{' (' if period != '0' else ''}")
 
 
+@pytest.mark.slow
 def test_tokens_and_samples_are_counted_as_steps_of_them() -> None:
     line = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1", "trainer.max_epochs=null", "trainer.max_steps=9"]
     found = once(*line)

@@ -36,7 +36,7 @@ STRATEGIES = {
 SUMS_OVER_ALL = ("Prodigy", "D-Adaptation")  # they estimate one number from all parameters at once
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "optimizer"), [*zip(itertools.cycle(["fsdp 2", "single", "ddp 2"]), OPTIMIZERS)])
 def test_killed_it_ends_with_the_same_bits(optimizer: str, strategy: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer], *STRATEGIES[strategy]]

@@ -118,6 +118,7 @@ def test_the_weights_are_those_of_the_checkpoint_that_is_named(tmp_path: Path) -
     assert (tensors["output"] - expected(trained, "test")).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_task_can_say_what_is_written(tmp_path: Path) -> None:
     trained = run("own")
     line = ["parallel=ddp", "launch.nproc_per_node=2"]

@@ -134,6 +134,7 @@ def test_a_run_that_begins_from_such_a_checkpoint_makes_the_evaluation(tmp_path:
     assert [row["step"] for row in longer.rows if row["split"] == "test"] == [14]
 
 
+@pytest.mark.slow
 def test_between_rows_a_signal_is_heard_within_a_second(tmp_path: Path) -> None:
     """Rows every hundred steps, which take at least 20 ms: the ranks ask each other by the clock."""
     line = [*RUN, "trainer.max_epochs=null", "trainer.max_steps=9000", "trainer.log_every=100", "trainer.eval_every=null",
@@ -191,7 +192,7 @@ def test_two_ranks(case: tuple[str, str, int], tmp_path: Path) -> None:
     stops_and_continues(line, case, whole=undisturbed("ddp 2"), root=tmp_path / "runs")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_one_process(moment: str, tmp_path: Path) -> None:
     case = (moment, "rank 0", SIGNALS[list(MOMENTS).index(moment)])
@@ -224,6 +225,7 @@ def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path
     assert not list(ended.root.glob("*/*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> None:
     def plant() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -56,6 +56,7 @@ def test_rank_0_records_or_all_do(value: str, ranks: list[int], tmp_path: Path) 
     assert run.output.count("the 5 most expensive operations") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_continued_is_recorded_again(tmp_path: Path) -> None:
     stopped = command(*LINE, PROFILE, root=tmp_path / "runs", before=after_step(3, preempt))
     assert stopped.code == 75 and traces(stopped) == []

@@ -135,6 +135,7 @@ def test_a_sweep_shows_the_runs_that_other_code_began_and_starts_none(folder: Pa
     assert states == ["finished", "finished"]
 
 
+@pytest.mark.slow
 def test_a_job_s_code_does_not_have_the_modules_of_other_jobs(folder: Path) -> None:
     (folder / "other.py").write_text(NET)
     (folder / "conf" / "model" / "other.yaml").write_text("_target_: other.Net\n")
@@ -164,6 +165,7 @@ def test_code_that_was_edited_after_its_import_is_not_run_under_the_new_code_s_n
         assert refused.output == Says(f"run.code: {named} ... imported ... new process ... reload")
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_files_are_edited_while_it_runs_starts_no_job_with_the_old_code(folder: Path) -> None:
     edits = 'Path(__file__).with_name("helpers.py").write_text("def width():\\n    return 16\\n")'
     edit(folder, "        return self.last(", f"        {edits}\n        return self.last(")  # the first job does it
@@ -277,6 +279,7 @@ def test_what_counts(what: str) -> None:
     assert changed({"pkg.net": parts(one)}, {"pkg.net": parts(other)}) == [f"pkg/net.py: {name}"]
 
 
+@pytest.mark.slow
 def test_folders_that_the_code_adds_to_the_path_are_followed_at_the_next_start_too(folder: Path) -> None:
     (folder / "src").mkdir()
     (folder / "src" / "inner.py").write_text("SCALE = 1.0\n")
@@ -349,6 +352,7 @@ def test_what_a_program_imports_between_its_commands_is_not_a_runs_code(folder: 
     assert sorted(record(ended)["starts"][-1]["loaded"]) == ["acts", "acts.late", "acts.soft", "of_a_file"]
 
 
+@pytest.mark.slow
 def test_a_plug_in_that_is_new_is_other_code(folder: Path) -> None:
     registry(folder)
     assert run(folder, before=stop_after_3).code == 75
@@ -362,6 +366,7 @@ def test_a_plug_in_that_is_new_is_other_code(folder: Path) -> None:
     assert accepted.endswith("acts/extra.py is new")
 
 
+@pytest.mark.slow
 def test_wandb_is_sent_the_code_that_the_run_reaches(folder: Path) -> None:
     (folder / "unused.py").write_text("TOKEN = 1\n")
     ended = run(folder, *OFFLINE, "logger.wandb.log_code=true")

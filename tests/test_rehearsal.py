@@ -320,7 +320,7 @@ def test_what_does_not_run_in_float64_takes_its_steps_under_the_strategy_all_the
 DRAWING = {"model": model("AlwaysDropping"), "data": dataset("Shuffled"), "optimizer": optimizer("Langevin")}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["data", "model", "optimizer"])
 def test_what_data_evaluations_and_optimizers_draw_has_keys(what: str, tmp_path: Path) -> None:
     line = [
@@ -391,6 +391,7 @@ def test_one_process_has_the_statistics_of_a_model_that_freezes_them(tmp_path: P
     finished(*line[:-2], root=tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_what_a_rehearsal_computes_no_run_inherits(tmp_path: Path) -> None:
     """Nor what is computed without storage: the process that starts the workers has not called the model."""
     line = [*model("Cached"), "rehearse=true", "micro_batch_size=4"]
@@ -399,7 +400,7 @@ def test_what_a_rehearsal_computes_no_run_inherits(tmp_path: Path) -> None:
     assert ended.summary["status"] == "finished"
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero"])
 def test_a_backward_pass_sees_the_gradients_of_one_process(strategy: str, tmp_path: Path) -> None:
     line = [*model("ClampsGradients"), "precision=fp64", "micro_batch_size=2", "rehearse=true"]
@@ -435,7 +436,7 @@ def wait(answer: Connection) -> None:
     signal.pause()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("act", "comes"), [(compute, True), (wait, False)])
 def test_who_computes_is_waited_for_and_who_waits_is_not(
     act: Callable[[Connection], None], comes: bool, monkeypatch: pytest.MonkeyPatch

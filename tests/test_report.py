@@ -197,6 +197,7 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_a_band(driver: Any
     assert sorted(page.lines("val/loss")) == ["lr=1", "lr=2"] and page.errors == []
 
 
+@pytest.mark.slow
 def test_a_page_that_is_loaded_again_looks_the_same_and_a_state_of_somebody_else_does_no_harm(page: Page) -> None:
     for name, value in {"sort": ["optimizer.lr", 1], "filter": "sweep", "x": "samples", "logy": True, "smooth": 0.5}.items():
         page.set(name, value)
@@ -259,6 +260,7 @@ def test_of_many_runs_the_best_are_colored_and_their_rows_are_all_there(driver: 
     assert page.script("return arguments[0].previousSibling.innerText", note).startswith("bad")
 
 
+@pytest.mark.slow
 def test_a_page_is_written_again_while_a_run_goes_on_and_says_when_nobody_writes_it(driver: Any, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     write_run(root / "a", losses=[3.0, 2.0], config={"seed": 0})

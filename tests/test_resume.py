@@ -105,6 +105,7 @@ def across() -> Ended:
 # --- from another run, and from records that somebody has damaged
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_another_has_its_own_test_row_alone(across: Ended, tmp_path: Path) -> None:
     shorter = finished(*ACROSS, "trainer.max_epochs=1", root=tmp_path / "first")
     longer = finished(*ACROSS, "trainer.max_epochs=2", f"run.resume={shorter.directory}", root=tmp_path / "second")

@@ -85,6 +85,7 @@ def test_what_is_printed_logged_and_recorded_is_rid_of_secrets(tmp_path: Path) -
     assert list(run.directory.glob("wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_an_error_of_the_data_is_told_without_its_secrets(tmp_path: Path) -> None:
     line = [*RUN, *DDP, "dataset.num_workers=1", "launch.max_restarts=0"]
     failed = command(*line, root=tmp_path / "runs", before=plant_failure)

@@ -49,12 +49,16 @@ def test_help_imports_neither_torch_nor_hydra(flag: str, tmp_path: Path) -> None
     assert len(modules) < 280 and calls < 200_000
 
 
-def test_a_finished_run_and_a_finished_sweep_import_no_torch(tmp_path: Path) -> None:
-    """The data of the run are compared with its record all the same; each further job of a sweep costs little."""
+def test_a_finished_run_imports_no_torch(tmp_path: Path) -> None:
+    """The data of the run are compared with its record all the same."""
     assert typed(*SHORT, directory=tmp_path).code == 0
     calls, modules = counted(*SHORT, directory=tmp_path)
     assert not modules & HEAVY and "framework.data.fingerprint" in modules
     assert len(modules) < 700 and calls < 1_100_000
+
+
+@pytest.mark.slow
+def test_a_finished_sweep_imports_no_torch_and_each_further_job_costs_little(tmp_path: Path) -> None:
     of_sweep = dict[int, int]()
     for count in (2, 4):
         line = ["-m", f"seed=range({count})", *SHORT]
@@ -78,6 +82,7 @@ class Drawn:
 """
 
 
+@pytest.mark.slow
 def test_the_draws_of_a_users_dataset_are_seeded_when_its_finished_run_is_compared(tmp_path: Path) -> None:
     (tmp_path / "drawn.py").write_text(USERS)
     (tmp_path / "net.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(3, 2)\n")

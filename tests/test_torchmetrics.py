@@ -157,6 +157,7 @@ def test_it_is_measured_in_an_evaluation_too(tmp_path: Path) -> None:
     assert row["eval_precision"] == "fp64" and row["parallel"] == "ddp"
 
 
+@pytest.mark.slow
 def test_what_a_value_draws_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     line = [*RUN, "metric=f1", "metric.f1._target_=tests.own_metrics.OfSome"]
     one = finished(*line, root=tmp_path / "one")

@@ -97,6 +97,7 @@ def assert_frozen(ended: Ended) -> None:
 # --- after a kill, and to the last bit
 
 
+@pytest.mark.slow
 def test_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     line = [*LINES["all"], "parallel=fsdp", "launch.nproc_per_node=2", "checkpoint.every=3"]
     assert_survives_a_kill(*line, at=8, root=tmp_path)

@@ -106,12 +106,14 @@ def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
             assert (final.get_tensor(own) - parameter).abs().max() < 1e-12, own
 
 
+@pytest.mark.slow
 def test_gradients_computed_again_are_those_of_the_turn_alone(tmp_path: Path) -> None:
     at_the_same_point = ["part=sharpness", "part.sharpness.radius=1e-12"]
     again = finished(*GAN, *at_the_same_point, root=tmp_path / "again")
     assert_close(again, finished(*GAN, root=tmp_path / "once"), tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_the_turns_of_a_step_can_draw_the_same_noise(tmp_path: Path) -> None:
     line = [word.replace("Adversarial", "Adversaries").replace("every: 2", "every: 1") for word in GAN]
     alone = once(*line)

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness import assert_close, command, finished, refused
 from tests.test_any_data import MAP, RUN, TWO
 from tests.test_resume import after_step, crash
@@ -41,6 +43,7 @@ def test_what_is_wrong_with_a_set_is_named_by_its_key() -> None:
     assert "dataset.val: has names (each with" in refused(*RUN, *MAP, *SETS, "dataset.folds=3", "dataset.fold=0")
 
 
+@pytest.mark.slow
 def test_a_set_is_fetched_and_measured_before_the_start_and_may_have_nodes_in_it(tmp_path: Path) -> None:
     class_of = "_target_: tests.test_validations.Changed, data: {_target_: tests.test_any_data.Pictures, size: 11}"
     finished(*RUN, *MAP, f"dataset.val={{{class_of}}}", "rehearse=true", root=tmp_path / "one")

@@ -52,6 +52,7 @@ def test_under_any_strategy_a_run_begins_with_the_files_weights(strategy: str, r
     assert (cold.weights["head.weight"] - first().weights["head.weight"]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_warm_run_is_continued_as_any(tmp_path: Path) -> None:
     line = [*RUN, init(first().directory / "model.safetensors"), "trainer.max_epochs=3"]
     whole = finished(*line, root=tmp_path / "whole")

@@ -90,7 +90,7 @@ def test_a_model_computes_what_it_does_on_one_process_or_is_refused(
 FAMILIES = ["codebook", "hf mixtral", "peft lora", "queue", "spectral norm", "layer drop"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", FAMILIES)
 def test_killed_it_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
     both = [*line(model), "checkpoint.every=2", "parallel=ddp", "launch.nproc_per_node=2"]

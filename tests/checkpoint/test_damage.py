@@ -155,6 +155,7 @@ def of_another_step(checkpoint: Path) -> str:
     return "its state is of step 5"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("change", [without_a_tensor, of_another_step])
 def test_a_whole_checkpoint_that_does_not_fit_is_passed_over_for_one_that_does(
     change: Callable[[Path], str], unfinished: Ended, ended: Ended

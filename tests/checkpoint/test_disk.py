@@ -95,7 +95,7 @@ def test_a_disk_of_no_room_at_all_is_refused(disk: Path) -> None:
     assert not list(disk.glob("runs/*"))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "strategy"), [(MODES[1], "ddp 2"), (MODES[0], "single"), (MODES[0], "ddp 2")])
 def test_checkpoints_that_become_read_only_end_the_run(
     strategy: str, mode: str, disk: Path, whole: Callable[[str], Ended]
@@ -122,7 +122,7 @@ def test_checkpoints_that_become_read_only_end_the_run(
     assert_same_bits(finished(*line, root=disk / "runs"), whole(strategy))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "strategy"), [(MODES[1], "fsdp 2"), (MODES[0], "ddp 2")])
 def test_a_disk_that_is_slow_for_one_rank_is_waited_for(
     strategy: str, mode: str, tmp_path: Path, whole: Callable[[str], Ended]

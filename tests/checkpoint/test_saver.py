@@ -135,6 +135,7 @@ def test_a_few_failures_in_a_row_are_warnings(strategy: str, mode: str, tmp_path
     assert_same_bits(ended, written_between_steps(strategy))
 
 
+@pytest.mark.slow
 def test_more_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
     def fail(step: int) -> None:
         if step >= 8:

@@ -180,6 +180,7 @@ def test_a_save_copies_no_tensor_and_holds_the_interpreter_for_a_block_at_most(
     assert sorted(written)[-3:] == [8 << 20] * 3
 
 
+@pytest.mark.slow
 def test_a_save_takes_no_memory_beside_the_state(tmp_path: Path) -> None:
     program = f"""
 import resource, sys, torch

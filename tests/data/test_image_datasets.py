@@ -98,6 +98,7 @@ def test_download_fetches_mnist_into_root(tmp_path: Path, monkeypatch: pytest.Mo
     assert np.array_equal(source.inputs[:, 0], arrays["t10k-images-idx3-ubyte"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not published.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
 def test_fashion_mnist_of_debian_has_6000_of_each_class(tmp_path: Path) -> None:
     dataset = FashionMNIST(root=str(tmp_path))

@@ -60,6 +60,7 @@ def test_a_dataset_in_a_store_is_the_dataset_in_a_folder(store: Objects, tmp_pat
     assert "fetching" not in again.output
 
 
+@pytest.mark.slow
 def test_commands_that_come_at_once_fetch_once(store: Objects, tmp_path: Path) -> None:
     line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
     upload(store, tmp_path / "data")
@@ -114,6 +115,7 @@ def kill_at_the_second_file() -> None:
     before_each(Objects, "get", kill)
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_part_of_the_data(store: Objects, tmp_path: Path) -> None:
     line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
     upload(store, tmp_path / "data")

@@ -210,7 +210,7 @@ def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: s
     assert_close(finished(*line, "parallel=ddp", TWO, "dataset.num_workers=2", "rehearse=true", root=tmp_path / "two"), one)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", sorted(LINES, key=lambda what: what != "a length"))
 def test_killed_it_goes_on_in_the_middle_with_the_same_numbers(what: str, tmp_path: Path) -> None:
     line = [*RUN, *NET, *LINES[what](tmp_path)]
@@ -220,6 +220,7 @@ def test_killed_it_goes_on_in_the_middle_with_the_same_numbers(what: str, tmp_pa
     assert_close(finished(*line, root=tmp_path / "cut"), whole)  # and by one process, which changes nothing
 
 
+@pytest.mark.slow
 def test_a_state_saves_the_reading_of_what_came_before_if_it_leads_to_the_same_sample(tmp_path: Path) -> None:
     for name, is_saved in (("Remembering", True), ("Forgetful", False)):
         file = tmp_path / f"{name}.txt"
@@ -347,6 +348,7 @@ def test_a_mark_leads_to_the_place_that_it_was_taken_at_and_only_if_many_samples
         assert (other._mark == mark) is is_used
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_stream_without_an_end_is_refused(tmp_path: Path) -> None:
     trained = finished(*RUN, *NET, *of("Drawn"), root=tmp_path / "runs")
     for mode in ("eval", "predict"):

@@ -117,7 +117,7 @@ def contents(directory: Path) -> dict[Path, bytes]:
 
 
 @needs_fuse
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["saving", "training"])
 def test_a_command_that_was_frozen_stops_where_another_has_gone_on(moment: str, shared: Path, tmp_path: Path) -> None:
     def freeze_in_a_save() -> None:

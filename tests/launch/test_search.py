@@ -115,6 +115,7 @@ def test_a_trial_that_diverges_is_recorded_as_failed_and_the_search_goes_on(tmp_
     assert diverged.code == 70
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("launcher", [TWO_AT_A_TIME, []], ids=["two at a time", "one"])
 def test_the_trials_of_a_batch_are_drawn_before_any_runs_and_the_same_run_is_run_once(
     launcher: list[str], tmp_path: Path

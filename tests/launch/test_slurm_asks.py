@@ -170,7 +170,7 @@ def test_tasks_of_srun_with_commands_of_their_own_are_refused(cluster: Path, tmp
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_served", [False, True], ids=["the store", "the decision"])
 def test_a_process_that_waits_for_rank_0_answers_a_signal(is_served: bool, tmp_path: Path, free_port: int) -> None:
     served = serve_store("127.0.0.1", ports=[free_port]) if is_served else None

@@ -213,6 +213,7 @@ def asked(job: str) -> tuple[str, str, str]:
     return nodes, cpus, memory
 
 
+@pytest.mark.slow
 def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submitted: Sweep) -> None:
     told = submitted.submit(*ARRAY, "parallel=single,ddp", EACH, "launch.nproc_per_node=99", code=78)  # single alone could go
     assert told.output.splitlines()[0] == Says("launch.nproc_per_node: Slurm refuses cpus-per-task=99: ...")
@@ -229,8 +230,8 @@ def test_all_that_slurm_would_refuse_is_found_before_anything_is_submitted(submi
     ],
     ids=lambda value: "",
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(line: list[str], problem: str, submitted: Sweep) -> None:
-    assert submitted.submit(*RUN, *line, code=78).output == Says(problem)
+def test_what_does_not_go_together_is_refused(line: list[str], problem: str, tmp_path: Path) -> None:
+    assert Sweep(tmp_path).submit(*RUN, *line, code=78).output == Says(problem)
 
 
 # --- mode=status
@@ -281,6 +282,7 @@ def test_status_tells_of_each_run_where_it_is_and_why(submitted: Sweep) -> None:
     }
 
 
+@pytest.mark.slow
 def test_status_without_slurm_tells_what_the_directories_do(
     held: None, submitted: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_two_steps_of_slurm_with_the_same_port_never_meet(free_port: int) -> Non
     assert all(step == found for step, found in json.loads(done.stdout)), done.stdout
 
 
+@pytest.mark.slow
 def test_ranks_wait_as_long_as_rank_0_works() -> None:
     store, is_over = dist.HashStore(), threading.Event()
 

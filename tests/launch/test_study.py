@@ -53,7 +53,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("size", "sampler"), [(4, "tpe"), (1, "random"), (4, "nsga"), (1, "tpe"), (4, "random"), (1, "nsga")])
 def test_a_search_that_was_killed_in_a_batch_draws_the_same(size: int, sampler: str, tmp_path: Path) -> None:
     words = SAMPLERS[sampler]
@@ -109,6 +109,7 @@ PRUNED = [  # a line, and the steps at which three trials are given up: good, ba
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("words", "steps"), PRUNED, ids=[words for words, _ in PRUNED])
 @pytest.mark.parametrize("kill_at", [10, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_pruner_stops_what_its_parameters_say_also_when_the_search_was_killed(
@@ -235,6 +236,7 @@ hydra:
 """
 
 
+@pytest.mark.slow
 def test_a_search_file_of_lightning_hydra_template_runs_after_its_named_keys_are_changed(tmp_path: Path) -> None:
     file = tmp_path / "conf" / "hparams_search" / "mnist_optuna.yaml"
     file.parent.mkdir(parents=True)

@@ -235,6 +235,7 @@ def test_jobs_at_a_time_share_the_cpus(tmp_path: Path) -> None:
     assert "training" not in ended.output and all("training" in path.read_text() for path in ended.root.glob("sweeps/*/logs/*"))
 
 
+@pytest.mark.slow
 def test_jobs_at_a_time_share_the_gpus(tmp_path: Path) -> None:
     """The sweep sees GPUs; the jobs, which only note what they would see, compute on the CPU."""
     folder = tmp_path / "devices"
@@ -375,6 +376,7 @@ def counting(file: Path) -> Callable[[], None]:
     return plant
 
 
+@pytest.mark.slow
 def test_a_sweep_rehearses_once_what_a_rehearsal_cannot_tell_apart(tmp_path: Path) -> None:
     line = [*SHORT, "optimizer.weight_decay=0.0,0.1", "seed=0,1", "rehearse=true"]
     ended = swept(*line, root=tmp_path / "runs", before=counting(tmp_path / "rehearsals"))

@@ -44,6 +44,7 @@ def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
     assert not failed.root.exists()
 
 
+@pytest.mark.slow
 def test_kill_9_of_torchrun_leaves_no_orphan(tmp_path: Path) -> None:
     long = [*DDP, "rehearse=false", "trainer.max_epochs=100000", f"run.root={tmp_path / 'runs'}"]
     agent = subprocess.Popen([*TORCHRUN, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

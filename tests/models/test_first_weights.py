@@ -115,6 +115,7 @@ print(memory() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_model_without_numbers_takes_the_memory_of_one_layer() -> None:
     code = f"ROOT = {str(CONF.parent)!r}\n{MEMORY}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

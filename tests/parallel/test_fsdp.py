@@ -61,6 +61,7 @@ def test_sixteen_bit_computing_learns_and_keeps_its_weights_in_thirty_two(strate
     assert not torch.equal(run.weights["head.weight"], whole_precision().weights["head.weight"])  # it was used
 
 
+@pytest.mark.slow
 def test_what_is_left_of_the_model_is_gathered_once_in_a_step(tmp_path: Path) -> None:
     """Each block is gathered for the forward and for the backward pass, and its gradients are summed; the rest is gathered once."""
 

@@ -75,6 +75,7 @@ def test_a_run_goes_from_one_device_to_several_and_back(tmp_path: Path) -> None:
     assert_close(previous, once(*LONGER))
 
 
+@pytest.mark.slow
 def test_one_device_is_said_to_be_one(tmp_path: Path) -> None:
     for strategy in ("model-parallel", "ddp+mp"):
         run = finished(*RUN, *MODELS["mlp"], f"parallel={strategy}", root=tmp_path / strategy)

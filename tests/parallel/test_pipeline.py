@@ -66,6 +66,7 @@ RESIDUAL = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual
 FOUR = ["parallel=pp+fsdp+tp", "launch.nproc_per_node=4"]
 
 
+@pytest.mark.slow
 def test_stages_of_a_model_s_own_forward_are_sharded(tmp_path: Path) -> None:
     line = [*RESIDUAL, "trainer.max_steps=3"]
     cut = finished(*line, *FOUR, "parallel.shard=2", "parallel.tensor=1", root=tmp_path / "runs")
@@ -132,6 +133,7 @@ def test_an_activation_travels_in_the_type_in_which_it_is_computed() -> None:
     assert sent_types(gpt, autocast=None, dtype="bf16") == [BF16] * 6
 
 
+@pytest.mark.slow
 def test_the_loss_has_the_type_of_the_weights(tmp_path: Path) -> None:
     """A stage's outputs must have the type that was announced."""
 

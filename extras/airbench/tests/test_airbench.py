@@ -126,10 +126,12 @@ def test_a_bare_script_computes_the_same(line: list[str]) -> None:
     assert measured == {"val": accuracy, "test": accuracy}
 
 
+@pytest.mark.slow
 def test_it_continues_after_a_kill_as_if_nothing_had_happened(line: list[str], tmp_path: Path) -> None:
     assert_same_bits(killed_and_continued(*line, at=11, root=tmp_path / "runs"), once(*line))
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(line: list[str], tmp_path: Path) -> None:
     two = finished(*line, "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true", root=tmp_path / "runs")
     assert_close(two, once(*line), tolerance=1e-8)

@@ -47,6 +47,7 @@ SHORT = [*RUN, "trainer.max_epochs=null", "trainer.max_steps=6", "precision=fp64
 OWN = ["parallel.hook._target_=tests.own_parts.half_mean", "parallel.hook._partial_=true"]
 
 
+@pytest.mark.slow
 def test_a_hook_of_ones_own_takes_the_mean_of_the_gradients(tmp_path: Path) -> None:
     plain = finished(*SHORT, root=tmp_path / "plain")
     own = finished(*SHORT, *OWN, "parallel.hook.factor=4.0", root=tmp_path / "own")

@@ -106,6 +106,7 @@ def test_alone_and_without_an_outer_optimizer_it_is_plain_training(tmp_path: Pat
     assert any((tensor - other[name]).abs().max() > 1e-4 for name, tensor in single.weights.items())
 
 
+@pytest.mark.slow
 def test_without_an_outer_optimizer_it_is_local_sgd(tmp_path: Path) -> None:
     local = ["parallel=local-sgd", *DILOCO[1:]]
     diloco, sgd = (finished(*RUN, *FOUR, *more, root=tmp_path / f"{len(more)}") for more in ([*DILOCO, *PLAIN], local))

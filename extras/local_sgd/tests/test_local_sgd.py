@@ -117,7 +117,7 @@ def test_moments_of_a_parameter_without_dimensions_are_averaged_too(strategy: st
     assert_same_bits(finished(*line, root=tmp_path / "runs"), whole)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco", "gossip"])
 def test_a_state_that_only_some_processes_have_is_averaged_over_these(strategy: str, tmp_path: Path) -> None:
     """Each process has trained one of two equal layers: neither may get the moments of the other."""

@@ -239,6 +239,7 @@ def test_it_is_asked_for_no_more_than_an_older_torch_does(
 NOT_INSTALLED = Says("mpirun: started 2 processes ... mpi4py ... not installed ... steadfast[mpi] ... torchrun")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("names", "rank"), [("OMPI_COMM_WORLD_{}", 0), ("PMI_{}", 1)])
 def test_under_an_mpirun_without_mpi4py_no_process_trains(names: str, rank: int, tmp_path: Path) -> None:
     """Rank 1 speaks too if nothing has ended it: then it is on a node of its own that lacks mpi4py."""

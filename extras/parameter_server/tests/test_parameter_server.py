@@ -58,14 +58,14 @@ def test_a_rehearsal_which_builds_the_strategy_twice_in_a_process_finds_nothing(
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_one_process_is_its_own_server(mode: str, tmp_path: Path) -> None:
     alone = finished(*RUN, *MODES[mode], "launch.nproc_per_node=1", "trainer.ema_decay=0.9", root=tmp_path / "runs")
     assert_same_bits(alone, finished(*RUN, root=tmp_path / "single"))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_on_one_machine_only_that_machine_is_listened_to(mode: str, tmp_path: Path) -> None:
     def held() -> set[str]:
@@ -286,6 +286,7 @@ def test_ranks_in_turn_are_one_model_stepped_by_hand(line: list[str], tmp_path: 
         assert torch.allclose(served[name].double(), tensor.double(), rtol=0, atol=1e-10), name
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_wait_for_another(tmp_path: Path) -> None:
     """Rank 1 computes a gradient only when rank 0 has finished the same step, and rank 2 only after that."""
     done = [FORK.Semaphore(0) for _ in range(RANKS)]
@@ -324,7 +325,7 @@ def test_each_push_is_one_step_and_a_rank_without_samples_pushes_nothing(tmp_pat
     assert run.summary["samples_seen"] == 14
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("onward", [ASYNC, ["parallel=ddp", "launch.nproc_per_node=2"]], ids=["async", "ddp"])
 def test_a_checkpoint_is_one_state_of_all_ranks_and_is_what_goes_on(onward: list[str], tmp_path: Path) -> None:
     """`note_state` fails a command whose ranks hold different tensors."""
@@ -374,6 +375,7 @@ def test_what_asynchronous_processes_cannot_do_is_refused() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_evaluation_waits_for_the_pushes_of_all(tmp_path: Path) -> None:
     """The eighth push of rank 2 comes when rank 0 asks already for what is to be evaluated, and saved, after step 8."""
     is_asked = FORK.Semaphore(0)

@@ -83,6 +83,7 @@ def test_a_loss_spike_rolls_back(tmp_path: Path) -> None:
     assert all(math.isfinite(row["loss"]) for row in ended.rows)
 
 
+@pytest.mark.slow
 def test_padding_is_not_in_the_activations_of_a_pipeline(tmp_path: Path) -> None:
     line = [
         *RUN,

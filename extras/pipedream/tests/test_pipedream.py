@@ -127,6 +127,7 @@ def test_another_strategy_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert [row["step"] for row in ended.rows if row["split"] == "train"] == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
 def test_an_early_end_waits_until_it_is_drained(tmp_path: Path) -> None:
     early = [
         "trainer.early_stopping.monitor=train/loss",
