@@ -9,7 +9,6 @@ from typing import IO, Any, Literal
 
 import torch
 
-from framework.build import components
 from framework.build.training import Builder
 from framework.config.frozen_file import digest_of
 from framework.preflight.child import ChildFailure, in_child
@@ -23,7 +22,7 @@ from framework.runtime.problem import Problem
 
 _LIMIT_S = 120.0
 _FEWEST, _FEW, _MANY = 4, 8, 512  # samples in a micro-batch
-_FOR_ONE_THREAD = 2_000_000  # parameters
+_FOR_ONE_THREAD = 2_000_000  # parameters: on a busy machine, the threads of a small operation wait for each other
 _SMALL = {"compile": False, "sync_batchnorm": False, "profile": False, "max_steps": 100, "max_epochs": None, "log_every": 1}
 _SWITCH = "rehearse=false starts without a rehearsal"
 
@@ -73,7 +72,8 @@ def perform(build: Builder) -> tuple[list[Problem], str]:
     process without earlier computations, because code may keep results that it has computed once.
     """
     config, found = build.config, list[Problem]()
-    num_threads, unchecked = _num_threads(build)
+    unchecked = _lack_of_memory(build)
+    num_threads = 1 if build.num_parameters < _FOR_ONE_THREAD else len(cpus())
     works: list[tuple[Callable[..., list[Problem]], str]] = [(_first_run, _RESUMES), (_second_run, _RESUMES)]
     works += [(_compared, _SCALES)] if config.launch.most_processes > 1 else []
     if unchecked:
@@ -121,20 +121,12 @@ def _with_rest(why: str, works: Sequence[tuple[object, str]]) -> str:
     return f"{why}; it is not checked whether {' and '.join(dict.fromkeys(checked for _, checked in works))}"
 
 
-def _num_threads(build: Builder) -> tuple[int, str]:
-    """Return how many threads suit the model's size, and why its models would not fit into half of the free memory, or "".
-
-    On a busy machine, the threads of a small operation wait much longer for each other than one thread computes.
-    """
-    node, seed = build.config.model, build.config.seed
-    count = in_child(lambda: sum(p.numel() for p in components.shapes_of(node, seed=seed).parameters()), is_silent=True)
-    if isinstance(count, ChildFailure):
-        return 1, str(count)
+def _lack_of_memory(build: Builder) -> str:
+    """Return why a rehearsal's models would not fit into half of the free memory, or ""."""
     # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
-    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * count
+    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * build.num_parameters
     free = available_memory()
-    lack = f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
-    return (1 if count < _FOR_ONE_THREAD else len(cpus())), lack
+    return f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
 
 
 def _tried(work: Callable[[], list[Problem]], *, num_threads: int) -> tuple[list[Problem], str]:
