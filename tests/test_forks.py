@@ -102,7 +102,7 @@ def test_who_polls_is_not_busy_and_who_computes_is_however_little_of_a_cpu_they_
     assert busy_s({1: (5.0, 2.0)}, {}, elapsed_s=1.0) == 5.0  # it has ended
 
 
-@pytest.mark.parametrize(("line", "most"), [([], 3), (["parallel=ddp", "launch.nproc_per_node=2"], 9)])
+@pytest.mark.parametrize(("line", "most"), [([], 3), (["parallel=ddp", "launch.nproc_per_node=2"], 7)])
 def test_a_command_forks_few_processes_before_its_first_worker(line: list[str], most: int, tmp_path: Path) -> None:
     def note(event: str, _: object) -> None:
         if event == "os.fork":
