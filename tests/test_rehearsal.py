@@ -118,6 +118,7 @@ FOUND = {
     "samples that count": (points("PointsThatCount"), "dataset: samples.num_fetched changes when samples are fetched ..."),
     "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "optimizer: ... its state of first.weight differs between the processes: ... norms ..."),
     "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1)"),
+    "a misspelt monitor": ([*RUN, "model=mlp", "checkpoint.monitor=val/acuracy", "checkpoint.mode=max"], "checkpoint.monitor: val/acuracy is not measured (one of val/loss, ... did you mean val/accuracy?)"),
     "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.own_metrics.Best"], "metric.f1: restored from a checkpoint, an evaluation gives a different f1 ... reset() ..."),
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
