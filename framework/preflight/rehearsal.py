@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import torch
 
@@ -61,6 +61,7 @@ def _signs(value: Any) -> Any:
     return math.copysign(1.0, value) if isinstance(value, float) and value else value
 
 
+_Answer = tuple[list[Problem], Any]  # the findings of a run, and as plain data what the next run needs
 _RESUMES, _SCALES = "a continued run computes the same", "several processes compute the same as one process"
 
 
@@ -74,18 +75,22 @@ def perform(build: Builder) -> tuple[list[Problem], str]:
     config, found = build.config, list[Problem]()
     unchecked = _lack_of_memory(build)
     num_threads = 1 if build.num_parameters < _FOR_ONE_THREAD else len(cpus())
-    works: list[tuple[Callable[..., list[Problem]], str]] = [(_first_run, _RESUMES), (_second_run, _RESUMES)]
-    works += [(_compared, _SCALES)] if config.launch.most_processes > 1 else []
+    works: list[tuple[Callable[[Builder, Any], _Answer], str]] = [
+        (lambda small, _: Trial(small, run=build).run(), _RESUMES),
+        (lambda small, left: (Continuation(small, run=build).compare(left), None), _RESUMES),
+    ]
+    if config.launch.most_processes > 1:
+        works.append((lambda small, _: (compare(small), None), _SCALES))
     if unchecked:
         return found, _with_rest(unchecked, works)
     own = config.known_micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
     few = _FEW if config.micro_batch_size != "auto" else _FEWEST  # there may not be memory for more
     for size in sorted({min(own, few), min(own, _MANY)}):  # as many as in the run, for a model that needs them
-        found = []
-        with TemporaryDirectory(prefix="steadfast-") as folder, TemporaryFile() as left:
+        found, left = [], None
+        with TemporaryDirectory(prefix="steadfast-") as folder:
             for number, (work, _) in enumerate(works):
-                small = partial(work, _small(build, size=size, folder=folder), run=build, left=left)
-                more, unchecked = _tried(small, num_threads=num_threads)
+                small = _small(build, size=size, folder=folder)
+                (more, left), unchecked = _tried(partial(work, small, left), num_threads=num_threads)
                 found += more
                 if unchecked:
                     return found, _with_rest(unchecked, works[number:])
@@ -129,34 +134,22 @@ def _lack_of_memory(build: Builder) -> str:
     return f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
 
 
-def _tried(work: Callable[[], list[Problem]], *, num_threads: int) -> tuple[list[Problem], str]:
-    """Return the findings of `work` in a separate process, and why it was not finished, or ""."""
+def _tried(work: Callable[[], _Answer], *, num_threads: int) -> tuple[_Answer, str]:
+    """Return the answer of `work` in a separate process, and why it was not finished, or ""."""
 
-    def findings() -> list[Problem]:
+    def answer() -> _Answer:
         torch.set_num_threads(num_threads)
         try:
             return work()
         except Refused as refused:
-            return [refused.problem]
+            return [refused.problem], None
 
-    found = in_child(findings, limit_s=_LIMIT_S, is_silent=True)
+    found = in_child(answer, limit_s=_LIMIT_S, is_silent=True)
     if not isinstance(found, ChildFailure):
         return found, ""
     if found.is_unfinished:
-        return [], str(found)
+        return ([], None), str(found)
     cure = "does a script that trains, saves and restores run? then please report it"
     if found.hangs:
         cure = "a lock or a pool that a fork has copied never answers: make it when a process first uses it"
-    return [Problem("rehearse", f"the rehearsal fails: {found}", cure)], ""
-
-
-def _first_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
-    return Trial(build, run=run, left=left).run()
-
-
-def _second_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
-    return Continuation(build, run=run, left=left).compare()
-
-
-def _compared(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
-    return compare(build)
+    return ([Problem("rehearse", f"the rehearsal fails: {found}", cure)], None), ""
