@@ -54,7 +54,7 @@ def _new(root: Path) -> Path:
 
 def configured(*line: str) -> RunConfig:
     found = checked_line([*line, "rehearse=false"])
-    problems = dry_build(found.config) if found.config is not None else found.problems
+    problems = dry_build(Builder(found.config, world=World.alone()))[0] if found.config is not None else found.problems
     assert found.config is not None and not problems, [str(problem) for problem in problems]
     Path(found.config.run.dir).mkdir(parents=True)
     return found.config

@@ -1,6 +1,8 @@
 """A forked process of a process that has computed on several threads: it computes; one that waits is found with its place."""
 
 import multiprocessing
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import framework.launch.worker
 from framework.preflight import child
 from framework.preflight.child import in_child
 from framework.runtime.files import own_file_positions
 from framework.runtime.forks import busy_s
+from tests.harness import command
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -96,3 +100,19 @@ def test_who_polls_is_not_busy_and_who_computes_is_however_little_of_a_cpu_they_
     assert busy_s({}, {1: starved}, elapsed_s=1.0) == pytest.approx(1.0)
     assert busy_s({1: (5.0, 2.0)}, {1: (5.0, 2.0), 2: (0.5, 0.0)}, elapsed_s=1.0) == pytest.approx(0.5)
     assert busy_s({1: (5.0, 2.0)}, {}, elapsed_s=1.0) == 5.0  # it has ended
+
+
+@pytest.mark.parametrize(("line", "most"), [([], 3), (["parallel=ddp", "launch.nproc_per_node=2"], 7)])
+def test_a_command_forks_few_processes_before_its_first_worker(line: list[str], most: int, tmp_path: Path) -> None:
+    def note(event: str, _: object) -> None:
+        if event == "os.fork":
+            with open(tmp_path / "forks", "a") as file:
+                file.write("one\n")
+
+    def count() -> None:
+        sys.addaudithook(note)
+        framework.launch.worker.start_workers = lambda run: os._exit(0)
+
+    ended = command(*line, "rehearse=true", root=tmp_path / "runs", before=count)
+    assert ended.code == 0, ended.output
+    assert len((tmp_path / "forks").read_text().splitlines()) <= most

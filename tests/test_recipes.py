@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from framework.build.training import Builder
 from framework.cli.run import checked_line
 from framework.config.folders import options
 from framework.data.published import DEBIAN
+from framework.distributed.world import World
 from framework.preflight.dry_build import dry_build
 from framework.runtime.exits import Exit
 from tests.harness import assert_close, command, exact_rows, finished
@@ -99,7 +101,9 @@ def test_at_full_size_nothing_is_wrong_with_it(name: str, launch: list[str], tmp
     line = [f"experiment={name}", f"dataset.root={tmp_path / 'data'}", f"run.root={tmp_path / 'runs'}", *launch]
     found = checked_line(line)
     assert found.config is not None, found.problems
-    assert dry_build(found.config) == [], "the whole model, without storage, takes a batch of this data"
+    assert dry_build(Builder(found.config, world=World.alone()))[0] == [], (
+        "the whole model, without storage, takes a batch of this data"
+    )
 
 
 @pytest.mark.slow

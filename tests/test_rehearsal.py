@@ -13,7 +13,7 @@ import pytest
 
 from framework.build.training import Builder
 from framework.distributed.world import World
-from framework.preflight import child, comparison
+from framework.preflight import child, ranks
 from framework.preflight.rehearsal import perform
 from framework.runtime.problem import Problem
 from tests.harness import Says, assert_close, assert_same_bits, checked, command, finished, refused
@@ -118,6 +118,7 @@ FOUND = {
     "samples that count": (points("PointsThatCount"), "dataset: samples.num_fetched changes when samples are fetched ..."),
     "numbers of a state, fsdp": ([*optimizer("Drifting"), "parallel=fsdp", TWO], "optimizer: ... its state of first.weight differs between the processes: ... norms ..."),
     "a monitor of no column": ([*RUN, "model=mlp", "metric=f1", "checkpoint.monitor=val/f1_macro", "checkpoint.mode=max"], "checkpoint.monitor: val/f1_macro is not measured (one of val/loss, ... val/f1)"),
+    "a misspelt monitor": ([*RUN, "model=mlp", "checkpoint.monitor=val/acuracy", "checkpoint.mode=max"], "checkpoint.monitor: val/acuracy is not measured (one of val/loss, ... did you mean val/accuracy?)"),
     "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.own_metrics.Best"], "metric.f1: restored from a checkpoint, an evaluation gives a different f1 ... reset() ..."),
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
@@ -172,7 +173,7 @@ def found(line: list[str]) -> list[Problem]:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero"])
 def test_a_block_that_is_passed_over_now_and_then_is_found(strategy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "_IDLE_S", 3.0)
+    monkeypatch.setattr(ranks, "_IDLE_S", 3.0)
     (finding,) = found([*model("LayerDrop"), f"seed={seed}", "micro_batch_size=4", f"parallel={strategy}", TWO])
     assert not finding.is_warning and "find_unused_parameters=true" in finding.expected
 
@@ -317,6 +318,10 @@ def test_what_does_not_run_in_float64_takes_its_steps_under_the_strategy_all_the
     assert found([*task("Probing"), "parallel=ddp", TWO]) == [warning]
 
 
+def test_a_process_that_has_computed_in_float64_refuses_no_run() -> None:
+    assert found([*model("OfOneDtype"), "parallel=ddp", TWO]) == []
+
+
 DRAWING = {"model": model("AlwaysDropping"), "data": dataset("Shuffled"), "optimizer": optimizer("Langevin")}
 
 
@@ -441,8 +446,8 @@ def wait(answer: Connection) -> None:
 def test_who_computes_is_waited_for_and_who_waits_is_not(
     act: Callable[[Connection], None], comes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "_IDLE_S", 1.0)
+    monkeypatch.setattr(ranks, "_IDLE_S", 1.0)
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=act, args=(theirs,))
     process.start()
-    assert comparison._comes(ours, [process], deadline=math.inf) is comes
+    assert ranks._comes(ours, [process], deadline=math.inf) is comes

@@ -181,7 +181,7 @@ REFUSED = {
     "another task": (["metric=r2"], "metric.r2: does not take this task's outputs and targets: ... predictions() ..."),
     "averages": (["metric=f1", "metric.f1._target_=tests.own_metrics.ByMeans", "parallel=ddp", TWO], "metric.f1: ByMeans averages its state share ..."),
     "an unknown direction": ([*METRICS, "checkpoint.monitor=val/confusion_matrix"], "checkpoint.mode: null, but it is not known ... (min or max; ..."),
-    "an unknown monitor": ([*METRICS, "checkpoint.monitor=val/aurok"], "checkpoint.monitor: ... did you mean val/auroc?"),
+    "an unknown monitor": ([*METRICS, "checkpoint.monitor=val/aurok"], "checkpoint.mode: null, but it is not known ... did you mean val/auroc?"),
     "an own step": (["metric=f1", "task._target_=tests.test_torchmetrics.Steps", "task.label_smoothing=0.0"], "metric: ... measures in its step() ..."),
 }  # fmt: skip
 

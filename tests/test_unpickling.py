@@ -24,7 +24,6 @@ BUILTINS = {"eval", "exec", "compile", "__import__"}
 CALLS = {  # whoever's: torch.load, yaml.load, yaml.unsafe_load, pandas.read_pickle, ...
     "load", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all", "load_all", "read_pickle", "load_state_dict_from_url",
 }  # fmt: skip
-REHEARSAL = "framework/preflight/continuation.py"  # from a process of ours to the next, in a file without a name
 CONVERT = "framework/cli/convert.py"  # a command of its own, and no part of a run: tests/test_convert.py
 CLASSES = {"CIFAR10", "CIFAR100", "FileSystemReader"}  # torchvision's, DCP's: their files are pickles
 
@@ -62,7 +61,7 @@ def _faults_of_call(node: ast.Call) -> list[str]:
 
 def test_no_module_unpickles_or_evaluates() -> None:
     found = {name(path): faults(path.read_text()) for path in [*FRAMEWORK, *MODELS, ROOT / "train.py"]}
-    assert {path: faults for path, faults in found.items() if faults} == {CONVERT: ["torch.load"], REHEARSAL: ["pickle"]}
+    assert {path: faults for path, faults in found.items() if faults} == {CONVERT: ["torch.load"]}
 
 
 def test_the_one_that_unpickles_reads_weights_only() -> None:
@@ -98,9 +97,9 @@ def note_unpickling(file: Path) -> Callable[[], None]:
 @pytest.mark.parametrize(
     "more", [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])], ids=["plain", "compiled"]
 )
-def test_a_run_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: Path) -> None:
+def test_a_run_its_rehearsal_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: Path) -> None:
     assert command(*RUN, *more, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
-    sinks = ["logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
+    sinks = ["logger=[tensorboard,wandb]", "logger.wandb.mode=offline", "rehearse=true"]
     run = finished(*RUN, *more, *sinks, root=tmp_path / "runs", before=note_unpickling(tmp_path / "found"), with_curves=True)
     assert "continuing from" in run.output
     found = [text for text in (tmp_path / "found").read_text().split(END) if text] if (tmp_path / "found").exists() else []

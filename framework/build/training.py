@@ -64,6 +64,7 @@ class Builder:
         self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
         self.micro_batch_size = config.known_micro_batch_size
         self.precision = PRECISIONS[config.precision.name]
+        self.num_parameters = 0  # of the model, if a preflight has built it
         self.loaded: dict[Split, Source] = {}  # splits that are loaded already
 
     def altered(self: _Builder, *, world: World | None = None, **fields: Any) -> _Builder:

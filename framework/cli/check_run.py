@@ -27,13 +27,13 @@ def check_run(command: Command) -> int:
     """Print the model's summary, do the rehearsal (whatever `rehearse` says), and print its time. Return the exit code."""
     from framework.build.training import Builder
     from framework.distributed.world import World
-    from framework.preflight.child import ChildFailure, in_child, problems_in_child
-    from framework.preflight.dry_build import dry_build
+    from framework.preflight.child import ChildFailure, in_child
+    from framework.preflight.dry_build import build_problems
     from framework.preflight.rehearsal import rehearse
 
     config, start = command.config, time.monotonic()
     build = Builder(config, world=World.alone())
-    problems = problems_in_child(partial(dry_build, config))
+    problems = build_problems(build)
     if not problems:
         rows = in_child(partial(_rows, build))
         if not isinstance(rows, ChildFailure):

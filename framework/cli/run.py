@@ -1,6 +1,5 @@
 """From a command line to a run: compose, check, claim the directory, freeze, and start the workers."""
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from framework.cli.callbacks import callbacks
@@ -157,6 +156,8 @@ def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) ->
     draft.check(job_problems)
     if (config := draft.config) is None:
         return print_problems(draft.problems)
+    from framework.preflight.dry_build import build_problems
+
     build = builder_of(draft)
     if problems := build_problems(build) or ([] if is_rehearsed else rehearsal_problems(build)):
         return print_problems(problems)
@@ -171,15 +172,6 @@ def builder_of(draft: Draft) -> "Builder":
 
     assert draft.config is not None
     return Builder(draft.config, world=World.alone())
-
-
-def build_problems(build: "Builder") -> list[Problem]:
-    """Return the problems of building the objects of a configuration without storage."""
-    from framework.preflight.child import problems_in_child
-    from framework.preflight.dry_build import dry_build
-
-    may_fork = not Environment.read().is_foreign  # a launcher's library, such as MPI, may not support a fork
-    return problems_in_child(partial(dry_build, build.config)) if may_fork else dry_build(build.config)
 
 
 def rehearsal_problems(build: "Builder") -> list[Problem]:

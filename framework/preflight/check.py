@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from framework.config.schema import (
 from framework.config.targets import locate
 from framework.config.validation import component_problems, problems_of_build, validate
 from framework.data.source import Dataset
-from framework.preflight.monitors import directed, monitors_are_metrics
+from framework.preflight.monitors import mode_of_monitor
 from framework.preflight.origin import resume_problems
 from framework.preflight.processes import backend_problems, device_problems, open_files_problems, with_processes
 from framework.preflight.rules import RULES, folder_holds_samples, mps_computes_alone
@@ -78,7 +78,6 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     else:
         draft.check(*RULES)
         if imports:
-            draft.check(monitors_are_metrics)
             draft.add(draft.change("checkpoint", _directed_checkpoint) + draft.change("trainer", _directed_trainer))
         draft.check(lambda name, draft, mode, run: place_problems(run, is_draft=draft) if mode != "cancel" else ())
     if imports and not draft.problems:
@@ -101,16 +100,16 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
 
 
 def _directed_checkpoint(
-    checkpoint: CheckpointSection, task: Node, metric: Mapping[str, Node]
+    checkpoint: CheckpointSection, task: Node, metric: Node, dataset: Node
 ) -> tuple[CheckpointSection, list[Problem]]:
-    update, problems = directed(checkpoint, "checkpoint", task=task, metric=metric)
-    return checkpoint.model_copy(update=update), problems
+    mode, problems = mode_of_monitor(checkpoint, "checkpoint", task=task, metric=metric, dataset=dataset)
+    return checkpoint.model_copy(update={"mode": mode}), problems
 
 
-def _directed_trainer(trainer: TrainerSection, task: Node, metric: Mapping[str, Node]) -> tuple[TrainerSection, list[Problem]]:
-    update, problems = directed(trainer.early_stopping, "trainer.early_stopping", task=task, metric=metric)
-    stopping = trainer.early_stopping.model_copy(update=update)
-    return trainer.model_copy(update={"early_stopping": stopping}), problems
+def _directed_trainer(trainer: TrainerSection, task: Node, metric: Node, dataset: Node) -> tuple[TrainerSection, list[Problem]]:
+    stopping = trainer.early_stopping
+    mode, problems = mode_of_monitor(stopping, "trainer.early_stopping", task=task, metric=metric, dataset=dataset)
+    return trainer.model_copy(update={"early_stopping": stopping.model_copy(update={"mode": mode})}), problems
 
 
 def _is_finished(mode: str, run: RunSection) -> bool:

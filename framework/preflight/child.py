@@ -17,7 +17,6 @@ from framework.runtime.exits import DiskFailed, Interrupted, error_text, exits_a
 from framework.runtime.forks import Idleness, begin_child, in_new_thread, place_in, write_stacks_to
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
-from framework.runtime.problem import Problem
 
 _Found = TypeVar("_Found")
 _SILENT_S, _HANGS_S = 10.0, 20.0  # no process uses a CPU: a message, and the end
@@ -77,14 +76,6 @@ def _in_child(work: Callable[[], _Found], stacks: IO[str], *, limit_s: float | N
         raise Interrupted("stopped before the start; the same command starts the run")
     was_killed = child.exitcode == -signal.SIGKILL  # the kernel does so if there is no memory
     return why or ChildFailure(f"its process {end_of(child.exitcode or 0)}", is_unfinished=was_killed)
-
-
-def problems_in_child(work: Callable[[], list[Problem]]) -> list[Problem]:
-    """Return the problems that `work` finds in a forked process; if the process fails, a problem that says how."""
-    found = in_child(work)
-    if isinstance(found, ChildFailure):
-        return [Problem("model", f"could not be examined: {found}", "a model and an optimizer that can be built")]
-    return found
 
 
 def end_of(code: int) -> str:

@@ -2,48 +2,23 @@
 
 import dataclasses
 import inspect
-import math
-import multiprocessing
-import signal
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from types import FrameType
-
-import torch
 
 from framework.build.training import Builder
 from framework.config.folders import option_node
 from framework.config.schema import Node
 from framework.config.targets import locate
-from framework.data.source import Source
 from framework.distributed.mesh import resolve_axes
-from framework.distributed.other_backend import kinds_of_devices
-from framework.distributed.world import World
-from framework.preflight.child import end_of
 from framework.preflight.differences import other_column
 from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
-from framework.preflight.refused import Refused
-from framework.preflight.two_steps import Seen, difference, far, first_to_part, two_steps
-from framework.runtime.environment import Environment
-from framework.runtime.exits import DiskFailed, RunEnded, error_text, place_of
-from framework.runtime.forks import Idleness, begin_child
+from framework.preflight.ranks import fault_of_ranks, observe_ranks
+from framework.preflight.two_steps import Seen, difference, far
 from framework.runtime.problem import Problem, shown
 
-_NOT_THE_MODELS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # folders of code
-_ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
-           "all_to_all_single", "barrier", "get_world_size", "get_rank")  # fmt: skip
 _SMALL = 2  # processes along an axis
 _MOST = 4  # the largest number of processes
 _FIRST = ("pipeline", "tensor", "context", "expert", "shard", "replicate")  # the axes that cut most of the model come first
-_IDLE_S = 8.0  # all processes wait for each other, and none uses the CPU
-_LIMIT_S = 600.0  # a rehearsal ends before this time
 _ALIKE = "act alike on every process: loop.sum(), loop.any() or full_tensor() of local values; none of loop.is_padding"
 _NONE = "launch.nproc_per_node=1: ddp and fsdp do not either"
 
@@ -85,8 +60,11 @@ class _Comparison:
         double = config.precision.model_copy(update={"name": "fp64"})
         # three micro-batches: two processes do not have as many, and one of them repeats one as padding
         self._alone = build.altered(precision=double, global_batch_size=config.global_batch_size * 3 // 2, parallel=SINGLE)
-        (self._expected,) = _run(self._alone, self._source, count=1)
+        (self._expected,) = observe_ranks(self._alone, self._source, count=1)
         self._found = list[Problem]()  # beside the strategy's own fault
+        inexact = {name: value for name, value in config.parallel.items() if parallel.get(name) is None}
+        self._own = build.altered(parallel=parallel | inexact)  # in the run's own precision
+        self._runs_so = False  # in this precision, without a fault
 
     def findings(self) -> list[Problem]:
         """Return the faults and warnings."""
@@ -95,44 +73,47 @@ class _Comparison:
             why = f"the strategy was not compared with one process: a step in float64 fails there: {self._expected.fault}"
             self._found.append(Problem("parallel", why, "a run starts without the comparison", is_warning=True))
         else:
-            what = self._fault(self._parallel)
-        if is_equal := not what:
-            inexact = {name: value for name, value in self._build.config.parallel.items() if self._parallel.get(name) is None}
-            what = self._failure(self._parallel | inexact)
+            what = self._fault(self._parallel, then=self._own)
+        if (is_equal := not what) and not self._runs_so:
+            what = self._failure(self._own.config.parallel)
         found = [*self._found]  # what is tried below may find more
         if what and all(finding.is_warning for finding in found):
             found.append(self._explained(what, is_equal=is_equal))
         return found
 
-    def _fault(self, node: Node, *, alone: Builder | None = None, expected: Seen | None = None) -> str:
+    def _fault(
+        self, node: Node, *, alone: Builder | None = None, expected: Seen | None = None, then: Builder | None = None
+    ) -> str:
         """Return what a strategy computes otherwise than one process, or why it fails; "": neither."""
         alone, expected = alone or self._alone, expected or self._expected
-        ranks = self._ranks(alone.altered(parallel=node), like=expected)
-        if first := _first_fault(ranks):
+        ranks = self._ranks(alone.altered(parallel=node), like=expected, then=then)
+        # a fault in processes that have computed before may have this cause
+        self._runs_so |= bool(later := ranks[0].then) and not (fault_of_ranks(later) or _lost(later) or later[0].finding)
+        if first := fault_of_ranks(ranks):
             why = " (its samples do not all enter the same modules)" if expected.do_part else ""
             return f"a step on {self._count} processes fails with this model{why}: {first}"
         differing = difference(expected, ranks)
         if differing and any(map(other_column, ranks[0].rows, expected.rows)):
-            (again,) = _run(alone, self._source, count=1, like=expected)  # a column of a clock differs each time
+            (again,) = observe_ranks(alone, self._source, count=1, like=expected)  # a column of a clock differs each time
             differing = difference(expected, ranks, but_not=again)
         return differing and f"{self._count} processes compute different results with this model than one process: {differing}"
 
     def _failure(self, node: Node) -> str:
         """Return why a step in the run's own precision fails: what float64 makes equal may not be: a parameter, a cast."""
         ranks = self._ranks(self._build.altered(parallel=node), like=Seen(num_updates=1))
-        if first := _first_fault(ranks):
+        if first := fault_of_ranks(ranks):
             return f"a step in {self._build.config.precision.name} on {self._count} processes fails: {first}"
         if lost := _lost(ranks):
             self._found.append(Problem("parallel", f"{self._count} processes {lost}", "parallel.hook=null"))
         return ""
 
-    def _ranks(self, build: Builder, *, like: Seen, is_watched: bool = False) -> list[Seen]:
-        ranks = _run(build, self._source, count=self._count, like=like, is_watched=is_watched)
-        self._found.extend(rank.finding for rank in ranks[:1] if rank.finding is not None)
+    def _ranks(self, build: Builder, *, like: Seen, is_watched: bool = False, then: Builder | None = None) -> list[Seen]:
+        ranks = observe_ranks(build, self._source, count=self._count, like=like, is_watched=is_watched, then=then)
+        self._found.extend(Problem(*rank.finding) for rank in ranks[:1] if rank.finding is not None)
         return ranks
 
     def _is_equal(self, alone: Builder) -> bool:
-        (computed,) = _run(alone, self._source, count=1)
+        (computed,) = observe_ranks(alone, self._source, count=1)
         return not computed.fault and not self._fault(self._parallel, alone=alone, expected=computed)
 
     def _explained(self, what: str, *, is_equal: bool) -> Problem:
@@ -188,111 +169,3 @@ def _others() -> list[tuple[str, Node]]:
 
 def _line(options: Node) -> str:
     return " ".join(f"parallel.{key}={shown(value)}" for key, value in options.items())
-
-
-def _first_fault(ranks: list[Seen]) -> str:
-    """Return the fault that has caused the others, or an empty text."""
-    is_consequence = lambda fault: fault.startswith("waits") or "Connection" in fault  # noqa: E731  # of another process's end
-    return min((rank.fault for rank in ranks if rank.fault), key=is_consequence, default="")
-
-
-# --- the processes
-
-
-def _run(
-    build: Builder, source: Source | None, *, count: int, like: Seen | None = None, is_watched: bool = False,
-) -> list[Seen]:  # fmt: skip
-    """Take two steps on so many processes, forked from this one; return the observations of each rank, in order.
-
-    Without a source, each process loads it. The steps and the number of updates are those in `like`. None: one process searches
-    the step that is hardest for several. `is_watched`: record whether the model's own code uses torch.distributed.
-    """
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch:
-        pipes = [context.Pipe(duplex=False) for _ in range(count)]
-        shared = build, source, count, like, is_watched, Path(scratch)
-        ranks = [context.Process(target=_rank, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
-        for process in ranks:
-            process.start()
-        for _, theirs in pipes:
-            theirs.close()
-        deadline, seen = math.inf, list[Seen]()
-        for (ours, _), process in zip(pipes, ranks):
-            try:
-                is_there = _comes(ours, ranks, deadline=deadline)
-                seen.append(ours.recv() if is_there else Seen(fault="waits for another process, which does not arrive"))
-            except EOFError:
-                process.join()
-                if process.exitcode == -signal.SIGKILL:  # the kernel does so if there is no memory
-                    raise MemoryError("one of its processes was killed by SIGKILL") from None
-                seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))
-            if seen[-1].unfinished:
-                raise MemoryError(seen[-1].unfinished)
-            if seen[-1].fault:
-                deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it forever
-        for process in ranks:
-            process.kill()
-            process.join()
-        return seen
-
-
-def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float) -> bool:
-    """Wait for an answer; return False if it has not arrived by the deadline, or if no rank has used the CPU for long.
-
-    The time of a step on this machine is not known, because the machine may be busy.
-    """
-    idleness, pids = Idleness(), [rank.pid for rank in ranks]
-    while not answer.poll(max(0.0, min(0.5, deadline - time.monotonic()))):
-        if time.monotonic() >= deadline or idleness.lasts_s(pids) > _IDLE_S:
-            return False
-    return True
-
-
-def _rank(
-    rank: int, answer: Connection, build: Builder, source: Source | None, count: int, like: Seen | None, is_watched: bool,
-    scratch: Path,
-) -> None:  # fmt: skip
-    begin_child()
-    torch.set_num_threads(1)
-    seen = Seen()
-    try:
-        environment = Environment(rank=rank, local_rank=rank, world_size=count, local_world_size=count)
-        environment.export()
-        name, module = build.config.backend.name, build.config.backend.module
-        if module is None or name is None or "cpu" not in kinds_of_devices(name, module=module):
-            name, module = "gloo", None
-        world = World.start(environment, backend=name, backend_module=module, timeout_s=_LIMIT_S, scratch=scratch)
-        build = build.altered(world=world)
-        source = build.source("train") if source is None else source
-        if is_watched:
-            sys.setprofile(partial(_note_asking, seen))
-        if like is None:
-            seen.first, seen.do_part = first_to_part(build, source, folder=scratch)
-        else:
-            seen.first, seen.num_updates = like.first, like.num_updates
-        two_steps(build.altered(), source, seen, folder=scratch)  # with its own task
-        world.agreement.barrier()
-    except Refused as refused:
-        seen.fault = refused.problem.what
-        if refused.problem.key.startswith("part."):
-            seen.finding = refused.problem
-    except DiskFailed as end:
-        seen.unfinished = str(end)
-    except RunEnded as end:
-        seen.fault = str(end)
-    except Exception as error:
-        seen.fault = f"{error_text(error)}, at {place_of(error)}"
-    answer.send(seen)
-
-
-def _note_asking(seen: Seen, frame: FrameType, event: str, _: object) -> None:
-    """As a profiler of Python, record the first call of torch.distributed that neither torch nor this framework makes."""
-    if seen.asks or event != "call" or frame.f_code.co_name not in _ASKING:
-        return
-    if not frame.f_code.co_filename.endswith("distributed_c10d.py"):
-        return
-    caller = frame.f_back
-    if caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # a wrapper of torch's
-        caller = caller.f_back
-    if caller is not None and not any(map(Path(caller.f_code.co_filename).is_relative_to, _NOT_THE_MODELS)):
-        seen.asks = f"{frame.f_code.co_name} at {caller.f_code.co_filename}:{caller.f_lineno}"

@@ -1,11 +1,12 @@
 """The second of a rehearsal's short runs: it continues the first from its checkpoints, without earlier computations."""
 
 import math
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from framework.build.training import Builder
@@ -51,7 +52,7 @@ def validation_tensors(build: Builder) -> list[Tensor]:
 class Continued(NamedTuple):
     """What a trainer computes after a checkpoint: a step, more steps by the same gradients, and an evaluation; each by name."""
 
-    path: Path  # of the checkpoint
+    path: str  # of the checkpoint
     before: dict[tuple[str, str], str]  # the numbers in plain attributes, by key and path
     step: dict[str, Sketch]  # its sums, its gradients and, after it, the buffers
     row: Row
@@ -62,7 +63,7 @@ class Continued(NamedTuple):
     numbers: dict[tuple[str, str], str]
 
     @classmethod
-    def of(cls, player: Player, path: Path, step: Step, *, num_more: int, within_s: float) -> "Continued":
+    def of(cls, player: Player, path: str, step: Step, *, num_more: int, within_s: float) -> "Continued":
         """Let a player take this step, `num_more` steps by its gradients (fewer if they take long), and evaluate."""
         before = player.numbers()
         player.take(step)
@@ -77,27 +78,26 @@ class Continued(NamedTuple):
         )
 
 
-def leave_in(file: IO[bytes], value: object) -> None:
-    """Leave what the first run has seen and computed for the second. The file has no name: no other program can write it."""
-    pickle.dump(value, file)
-    file.flush()
+def in_bytes(tensors: list[Tensor]) -> list[Any]:
+    """Return tensors as plain data, for another process."""
+    flat = [(tensor, tensor.detach().contiguous().reshape(-1).view(torch.uint8)) for tensor in tensors]
+    return [(str(tensor.dtype).removeprefix("torch."), [*tensor.shape], data.numpy().tobytes()) for tensor, data in flat]
 
 
-def left_in(file: IO[bytes]) -> Any:
-    """Return what the first run has left."""
-    file.seek(0)
-    return pickle.loads(file.read())
+def _of_bytes(plain: list[Any]) -> list[Tensor]:
+    numbers = [torch.tensor(np.frombuffer(data, np.uint8)) for _, _, data in plain]
+    return [flat.view(getattr(torch, dtype)).reshape(shape) for flat, (dtype, shape, _) in zip(numbers, plain)]
 
 
 class Continuation:
     """The second run. `build` is a rehearsal's, `run` is the run's. Nothing may have been computed before in its process."""
 
-    def __init__(self, build: Builder, *, run: Builder, left: IO[bytes]) -> None:
-        self._build, self._run, self._left = build.altered(parallel=SINGLE), run, left
+    def __init__(self, build: Builder, *, run: Builder) -> None:
+        self._build, self._run = build.altered(parallel=SINGLE), run
 
-    def compare(self) -> list[Problem]:
-        """Raise Refused for what is different from the first run; return no other findings."""
-        other_validation, other_later, outcomes = left_in(self._left)
+    def compare(self, left: Sequence[Any]) -> list[Problem]:
+        """Raise Refused for what is different from the first run, which has left this; return no other findings."""
+        other_validation, other_later, outcomes = _of_bytes(left[0]), _of_bytes(left[1]), [Continued(*one) for one in left[2]]
         validation = validation_tensors(self._build)
         self._samples = samples = TrainingSamples(self._build, run=self._run)
         later, self._following = samples.later(), samples.step(BEFORE)
@@ -113,7 +113,7 @@ class Continuation:
 
     def _go_on(self, outcome: Continued, player: Player) -> Continued:
         """Let a player do from the checkpoint what has led to this outcome."""
-        player.restore(outcome.path)
+        player.restore(Path(outcome.path))
         return Continued.of(player, outcome.path, self._following, num_more=outcome.num_more, within_s=math.inf)
 
     def _again(self, outcome: Continued) -> dict[str, Sketch]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from framework.build import components
 from framework.build.example import example_inputs
+from framework.build.training import Builder
 from framework.checkpoint.file_tensors import stored_tensors
 from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
@@ -19,7 +20,6 @@ from framework.config.schema import INIT, Node, RunConfig
 from framework.config.targets import locate
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.config.validation import problems_of_build
-from framework.data.load import load_split
 from framework.distributed.mesh import resolve_axes
 from framework.engine.forward import measures
 from framework.engine.seam import Demands
@@ -29,28 +29,49 @@ from framework.modules.structure import freeze_parameters, switch_off_dropout
 from framework.modules.trace import give_example
 from framework.optim.optimizers import hidden_matrices, trainable
 from framework.optim.update import averages_itself
+from framework.preflight.child import ChildFailure, in_child
 from framework.preflight.optimizer import optimizer_problems, turns_problems
 from framework.preflight.processes import axes_of
+from framework.runtime.environment import Environment
 from framework.runtime.problem import Problem
 from framework.training.metrics import averaged_state
 from framework.training.parts import ANSWERS, MOMENTS
 
 
-def dry_build(config: RunConfig) -> list[Problem]:
-    """Build the optimizer and the model, if possible without storage; run a batch's shape through it; return the problems.
+def build_problems(build: Builder) -> list[Problem]:
+    """Return the problems of a configuration's objects, and set the builder's `num_parameters`.
 
-    Call this in a separate process, because the user's code may keep its results.
+    This runs in a separate process, because the user's code may keep its results. A launcher's library, such as MPI, may not
+    support a fork.
     """
-    model, problems = _shapes_of(config.model, seed=config.seed)
+    found = dry_build(build) if Environment.read().is_foreign else in_child(partial(dry_build, build))
+    if isinstance(found, ChildFailure):
+        return [Problem("model", f"could not be examined: {found}", "a model and an optimizer that can be built")]
+    problems, build.num_parameters = found
+    return problems
+
+
+def dry_build(build: Builder) -> tuple[list[Problem], int]:
+    """Build the optimizer and the model, if possible without storage, and run a batch's shape through it.
+
+    Return the problems, and the model's number of parameters.
+    """
+    model, problems = _shapes_of(build.config.model, seed=build.config.seed)
     if model is None:
-        return problems
+        return problems, 0
+    return _problems(model, build), sum(parameter.numel() for parameter in model.parameters())
+
+
+def _problems(model: nn.Module, build: Builder) -> list[Problem]:
+    config = build.config
     if MODES[config.mode].about == "existing run":
         switch_off_dropout(model)
     if config.mode == "export" and (problems := _check_export(model, config.export.formats)):
         return problems
     if problems := _check_init(model, config.model.get("init_from")):
         return problems
-    _give_example(model, config.dataset, seed=config.seed)
+    load = partial(build.source, "train")
+    give_example(model, partial(example_inputs, build.dataset, load, dtype=torch.get_default_dtype()))
     if problems := _trainer_problems(model, config.trainer):
         return problems
     task, problems = _task(config.task, seed=config.seed)
@@ -86,12 +107,6 @@ def dry_build(config: RunConfig) -> list[Problem]:
             return [Problem(key, f"{value}, but {type(built).__name__} averages the weights itself", "one of them")]
         demands = dataclasses.replace(demands, averages_itself=True)
     return _check_strategy(model, config.parallel, demands, num_processes=config.launch.most_processes)
-
-
-def _give_example(model: nn.Module, node: Node, *, seed: int) -> None:
-    dataset = components.dataset(node)
-    load = partial(load_split, dataset, "train", seed=seed)
-    give_example(model, partial(example_inputs, dataset, load, dtype=torch.get_default_dtype()))
 
 
 def _trainer_problems(model: nn.Module, trainer: TrainerSection) -> list[Problem]:

@@ -4,12 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import torch
 
-from framework.build import components
 from framework.build.training import Builder
 from framework.config.frozen_file import digest_of
 from framework.preflight.child import ChildFailure, in_child
@@ -23,7 +22,7 @@ from framework.runtime.problem import Problem
 
 _LIMIT_S = 120.0
 _FEWEST, _FEW, _MANY = 4, 8, 512  # samples in a micro-batch
-_FOR_ONE_THREAD = 2_000_000  # parameters
+_FOR_ONE_THREAD = 2_000_000  # parameters: on a busy machine, the threads of a small operation wait for each other
 _SMALL = {"compile": False, "sync_batchnorm": False, "profile": False, "max_steps": 100, "max_epochs": None, "log_every": 1}
 _SWITCH = "rehearse=false starts without a rehearsal"
 
@@ -62,6 +61,7 @@ def _signs(value: Any) -> Any:
     return math.copysign(1.0, value) if isinstance(value, float) and value else value
 
 
+_Answer = tuple[list[Problem], Any]  # the findings of a run, and as plain data what the next run needs
 _RESUMES, _SCALES = "a continued run computes the same", "several processes compute the same as one process"
 
 
@@ -73,19 +73,24 @@ def perform(build: Builder) -> tuple[list[Problem], str]:
     process without earlier computations, because code may keep results that it has computed once.
     """
     config, found = build.config, list[Problem]()
-    num_threads, unchecked = _num_threads(build)
-    works: list[tuple[Callable[..., list[Problem]], str]] = [(_first_run, _RESUMES), (_second_run, _RESUMES)]
-    works += [(_compared, _SCALES)] if config.launch.most_processes > 1 else []
+    unchecked = _lack_of_memory(build)
+    num_threads = 1 if build.num_parameters < _FOR_ONE_THREAD else len(cpus())
+    works: list[tuple[Callable[[Builder, Any], _Answer], str]] = [
+        (lambda small, _: Trial(small, run=build).run(), _RESUMES),
+        (lambda small, left: (Continuation(small, run=build).compare(left), None), _RESUMES),
+    ]
+    if config.launch.most_processes > 1:
+        works.append((lambda small, _: (compare(small), None), _SCALES))
     if unchecked:
         return found, _with_rest(unchecked, works)
     own = config.known_micro_batch_size or -(-config.global_batch_size // config.launch.most_processes)
     few = _FEW if config.micro_batch_size != "auto" else _FEWEST  # there may not be memory for more
     for size in sorted({min(own, few), min(own, _MANY)}):  # as many as in the run, for a model that needs them
-        found = []
-        with TemporaryDirectory(prefix="steadfast-") as folder, TemporaryFile() as left:
+        found, left = [], None
+        with TemporaryDirectory(prefix="steadfast-") as folder:
             for number, (work, _) in enumerate(works):
-                small = partial(work, _small(build, size=size, folder=folder), run=build, left=left)
-                more, unchecked = _tried(small, num_threads=num_threads)
+                small = _small(build, size=size, folder=folder)
+                (more, left), unchecked = _tried(partial(work, small, left), num_threads=num_threads)
                 found += more
                 if unchecked:
                     return found, _with_rest(unchecked, works[number:])
@@ -121,50 +126,30 @@ def _with_rest(why: str, works: Sequence[tuple[object, str]]) -> str:
     return f"{why}; it is not checked whether {' and '.join(dict.fromkeys(checked for _, checked in works))}"
 
 
-def _num_threads(build: Builder) -> tuple[int, str]:
-    """Return how many threads suit the model's size, and why its models would not fit into half of the free memory, or "".
-
-    On a busy machine, the threads of a small operation wait much longer for each other than one thread computes.
-    """
-    node, seed = build.config.model, build.config.seed
-    count = in_child(lambda: sum(p.numel() for p in components.shapes_of(node, seed=seed).parameters()), is_silent=True)
-    if isinstance(count, ChildFailure):
-        return 1, str(count)
+def _lack_of_memory(build: Builder) -> str:
+    """Return why a rehearsal's models would not fit into half of the free memory, or ""."""
     # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
-    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * count
+    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * build.num_parameters
     free = available_memory()
-    lack = f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
-    return (1 if count < _FOR_ONE_THREAD else len(cpus())), lack
+    return f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
 
 
-def _tried(work: Callable[[], list[Problem]], *, num_threads: int) -> tuple[list[Problem], str]:
-    """Return the findings of `work` in a separate process, and why it was not finished, or ""."""
+def _tried(work: Callable[[], _Answer], *, num_threads: int) -> tuple[_Answer, str]:
+    """Return the answer of `work` in a separate process, and why it was not finished, or ""."""
 
-    def findings() -> list[Problem]:
+    def answer() -> _Answer:
         torch.set_num_threads(num_threads)
         try:
             return work()
         except Refused as refused:
-            return [refused.problem]
+            return [refused.problem], None
 
-    found = in_child(findings, limit_s=_LIMIT_S, is_silent=True)
+    found = in_child(answer, limit_s=_LIMIT_S, is_silent=True)
     if not isinstance(found, ChildFailure):
         return found, ""
     if found.is_unfinished:
-        return [], str(found)
+        return ([], None), str(found)
     cure = "does a script that trains, saves and restores run? then please report it"
     if found.hangs:
         cure = "a lock or a pool that a fork has copied never answers: make it when a process first uses it"
-    return [Problem("rehearse", f"the rehearsal fails: {found}", cure)], ""
-
-
-def _first_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
-    return Trial(build, run=run, left=left).run()
-
-
-def _second_run(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
-    return Continuation(build, run=run, left=left).compare()
-
-
-def _compared(build: Builder, *, run: Builder, left: IO[bytes]) -> list[Problem]:
-    return compare(build)
+    return ([Problem("rehearse", f"the rehearsal fails: {found}", cure)], None), ""

@@ -1,8 +1,9 @@
 """The first of a rehearsal's short runs: on one process, some steps with saves between, and what can be seen in one forward."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import IO
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from framework.build.training import Builder
 from framework.engine.forward import modules_of
 from framework.engine.seam import Step
 from framework.optim.update import Update
-from framework.preflight.continuation import BEFORE, Continued, leave_in, validation_tensors
+from framework.preflight.continuation import BEFORE, Continued, in_bytes, validation_tensors
 from framework.preflight.cutting import Cutting
 from framework.preflight.differences import Writes
 from framework.preflight.player import SINGLE, Player
@@ -28,14 +29,13 @@ _SYNC = "use nn.BatchNorm2d, with trainer.sync_batchnorm=true"
 class Trial:
     """A few steps of a run on one process."""
 
-    def __init__(self, build: Builder, *, run: Builder, left: IO[bytes]) -> None:
-        """`build` is a rehearsal's, `run` is the run's; `left` is a file for the second run."""
-        self._left = left
+    def __init__(self, build: Builder, *, run: Builder) -> None:
+        """`build` is a rehearsal's, `run` is the run's."""
         self.build, self.of_run = build.altered(parallel=SINGLE), run
         self.num_processes = build.config.launch.most_processes
 
-    def run(self) -> list[Problem]:
-        """Raise Refused for a problem that breaks the run's promise; return possible problems."""
+    def run(self) -> tuple[list[Problem], Sequence[Any]]:
+        """Raise Refused for a problem that breaks the run's promise; return possible problems, and data for the second run."""
         self.samples = TrainingSamples(self.build, run=self.of_run)
         steps = self.samples.fetch(BEFORE + 1)
         validation, later = validation_tensors(self.build), self.samples.later()
@@ -60,8 +60,7 @@ class Trial:
             first.evaluate(shares=())
             outcomes.append(self._go_on(first, steps[BEFORE]))
         first.parts.ended()
-        leave_in(self._left, (validation, later, outcomes))
-        return findings
+        return findings, (in_bytes(validation), in_bytes(later), [tuple(outcome) for outcome in outcomes])
 
     def _require_schedules(self, update: Update) -> None:
         """Refuse schedules that are no functions of the step, or that do not have a rate for each step of the run."""
@@ -115,7 +114,7 @@ class Trial:
         """Save, and go on. Refuse a model whose forward writes into its parameters, if each process would."""
         path = first.save()
         first.watch.around = writes = Writes(first.module)
-        outcome = Continued.of(first, path, step, num_more=_UPDATES, within_s=_UPDATES_S)
+        outcome = Continued.of(first, str(path), step, num_more=_UPDATES, within_s=_UPDATES_S)
         first.watch.around = nullcontext()
         if writes.names and self.num_processes > 1:
             what = f"its forward changes {next(iter(writes.names))}, a parameter, on each process separately"

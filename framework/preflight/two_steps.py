@@ -22,7 +22,7 @@ from framework.preflight.differences import differ, other_column, real
 from framework.preflight.player import Player
 from framework.preflight.refused import Refused, blamed
 from framework.runs.metrics_file import Row
-from framework.runtime.problem import Problem, shown
+from framework.runtime.problem import shown
 
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
@@ -52,7 +52,8 @@ class Seen:
     fault: str = ""
     unfinished: str = ""  # what it lacked
     asks: str = ""  # the first call of torch.distributed by the model's own code
-    finding: Problem | None = None  # a fault with any strategy
+    finding: tuple[str, str, str] | None = None  # the key, the text and the remedy of a fault with any strategy
+    then: "list[Seen]" = field(default_factory=list)  # of rank 0: what all ranks have computed afterwards
 
 
 def sketch(tensor: Tensor) -> Sketch:
@@ -184,7 +185,7 @@ def _look_at_evaluation(player: Player, seen: Seen) -> None:
     ranks = player.trainer.world.agreement.gather({name: now for name, now in changed.items() if differ(now, before[name])})
     for name in (name for name, now in changed.items() if any(differ(rank.get(name, now), now) for rank in ranks)):
         what = f"an evaluation changes its buffer {name}, on each process with its own samples"
-        seen.finding = Problem("model", what, "change it in training only (self.training)")
+        seen.finding = "model", what, "change it in training only (self.training)"
 
 
 def weights_of(player: Player) -> dict[str, Sketch]:

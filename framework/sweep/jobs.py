@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.cli.run import build_problems, builder_of, rehearsal_problems, start
+from framework.cli.run import builder_of, rehearsal_problems, start
 from framework.config.draft import Draft
 from framework.config.frozen_file import digest_of
 from framework.config.schema import RunConfig
@@ -99,12 +99,13 @@ def problems_of(jobs: list[Job], *, rehearsed: set[str]) -> list[Problem]:
     left = [job for job in jobs if not job.is_done]
     if not left:
         return []
-    from framework.preflight.rehearsal import subject  # imports torch, which a finished sweep does not need
+    from framework.preflight.dry_build import build_problems  # imports torch, which a finished sweep does not need
+    from framework.preflight.rehearsal import subject
 
-    by_seed = {digest_of(job.config.with_run(id="", dir="").plain() | {"seed": 0}): job for job in left}
+    by_seed = {digest_of(job.config.with_run(id="", dir="").plain() | {"seed": 0}): (job, job.build) for job in left}
     if found := _of_jobs(by_seed.values(), build_problems):
         return found
-    subjects = {subject(job.build): job for job in by_seed.values()}
+    subjects = {subject(build): (job, build) for job, build in by_seed.values()}
     found = _of_jobs(subjects.values(), rehearsal_problems)
     rehearsed.update(subjects)
     is_submitted = not found and left[0].config.launch.kind == "slurm"
@@ -115,11 +116,11 @@ def problems_of(jobs: list[Job], *, rehearsed: set[str]) -> list[Problem]:
     return list(dict.fromkeys(found))
 
 
-def _of_jobs(jobs: Collection[Job], find: Callable[["Builder"], list[Problem]]) -> list[Problem]:
+def _of_jobs(jobs: Collection[tuple[Job, "Builder"]], find: Callable[["Builder"], list[Problem]]) -> list[Problem]:
     """Return the problems that `find` finds. A problem that not all jobs have names the first job that has it."""
     found: dict[Problem, list[Job]] = {}
-    for job in jobs:
-        for problem in find(job.build):
+    for job, build in jobs:
+        for problem in find(build):
             found.setdefault(problem, []).append(job)
     return [problem if len(of) == len(jobs) else replace(problem, what=f"{problem.what} (in the job {of[0]})")
             for problem, of in found.items()]  # fmt: skip

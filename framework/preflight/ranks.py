@@ -1,0 +1,166 @@
+"""The processes of a rehearsal's comparison: each takes two steps as a rank, and answers with its observations."""
+
+import gc
+import math
+import multiprocessing
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from framework.build.training import Builder
+from framework.data.source import Source
+from framework.distributed.other_backend import kinds_of_devices
+from framework.distributed.world import World
+from framework.preflight.child import end_of
+from framework.preflight.refused import Refused
+from framework.preflight.two_steps import Seen, first_to_part, two_steps
+from framework.runtime.environment import Environment
+from framework.runtime.exits import DiskFailed, RunEnded, error_text, place_of
+from framework.runtime.forks import Idleness, begin_child
+
+_NOT_THE_MODELS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # folders of code
+_ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
+           "all_to_all_single", "barrier", "get_world_size", "get_rank")  # fmt: skip
+_IDLE_S = 8.0  # all processes wait for each other, and none uses the CPU
+_LIMIT_S = 600.0  # a rehearsal ends before this time
+
+
+def fault_of_ranks(ranks: list[Seen]) -> str:
+    """Return the fault that has caused the others, or an empty text."""
+    is_consequence = lambda fault: fault.startswith("waits") or "Connection" in fault  # noqa: E731  # of another process's end
+    return min((rank.fault for rank in ranks if rank.fault), key=is_consequence, default="")
+
+
+def observe_ranks(
+    build: Builder, source: Source | None, *, count: int, like: Seen | None = None, is_watched: bool = False,
+    then: Builder | None = None,
+) -> list[Seen]:  # fmt: skip
+    """Take two steps on so many processes, forked from this one; return the observations of each rank, in order.
+
+    Without a source, each process loads it. The steps and the number of updates are those in `like`. None: one process searches
+    the step that is hardest for several. `is_watched`: record whether the model's own code uses torch.distributed.
+    `then`: the ranks also take the first two steps of this builder; the first observations hold theirs, if they have arrived.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch:
+        pipes = [context.Pipe(duplex=False) for _ in range(count)]
+        shared = build, source, count, like, is_watched, then, Path(scratch)
+        ranks = [context.Process(target=_rank, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
+        for process in ranks:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        answers = [ours for ours, _ in pipes]
+        seen = _answers(answers, ranks)
+        if then is not None and not fault_of_ranks(seen):
+            with suppress(MemoryError):
+                seen[0].then = _answers(answers, ranks)
+        for process in ranks:
+            process.kill()
+            process.join()
+        return seen
+
+
+def _answers(answers: Sequence[Connection], ranks: Sequence[BaseProcess]) -> list[Seen]:
+    deadline, seen = math.inf, list[Seen]()
+    for answer, process in zip(answers, ranks):
+        try:
+            is_there = _comes(answer, ranks, deadline=deadline)
+            seen.append(Seen(**answer.recv()) if is_there else Seen(fault="waits for another process, which does not arrive"))
+        except EOFError:
+            process.join()
+            if process.exitcode == -signal.SIGKILL:  # the kernel does so if there is no memory
+                raise MemoryError("one of its processes was killed by SIGKILL") from None
+            seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))
+        if seen[-1].unfinished:
+            raise MemoryError(seen[-1].unfinished)
+        if seen[-1].fault:
+            deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it forever
+    return seen
+
+
+def _comes(answer: Connection, ranks: Sequence[BaseProcess], *, deadline: float) -> bool:
+    """Wait for an answer; return False if it has not arrived by the deadline, or if no rank has used the CPU for long.
+
+    The time of a step on this machine is not known, because the machine may be busy.
+    """
+    idleness, pids = Idleness(), [rank.pid for rank in ranks]
+    while not answer.poll(max(0.0, min(0.5, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline or idleness.lasts_s(pids) > _IDLE_S:
+            return False
+    return True
+
+
+def _rank(
+    rank: int, answer: Connection, build: Builder, source: Source | None, count: int, like: Seen | None, is_watched: bool,
+    then: Builder | None, scratch: Path,
+) -> None:  # fmt: skip
+    begin_child()
+    torch.set_num_threads(1)
+    seen = Seen()
+    with _noted_in(seen):
+        environment = Environment(rank=rank, local_rank=rank, world_size=count, local_world_size=count)
+        environment.export()
+        name, module = build.config.backend.name, build.config.backend.module
+        if module is None or name is None or "cpu" not in kinds_of_devices(name, module=module):
+            name, module = "gloo", None
+        world = World.start(environment, backend=name, backend_module=module, timeout_s=_LIMIT_S, scratch=scratch)
+        build = build.altered(world=world)
+        source = build.source("train") if source is None else source
+        if is_watched:
+            sys.setprofile(partial(_note_asking, seen))
+        if like is None:
+            seen.first, seen.do_part = first_to_part(build, source, folder=scratch)
+        else:
+            seen.first, seen.num_updates = like.first, like.num_updates
+        two_steps(build.altered(), source, seen, folder=scratch)  # with its own task
+        world.agreement.barrier()
+    answer.send(vars(seen))
+    if then is not None and not seen.fault:
+        gc.collect()  # the first trainers: there may not be memory for more
+        seen = Seen(num_updates=1)
+        with _noted_in(seen):
+            (scratch / "then").mkdir(exist_ok=True)
+            two_steps(then.altered(world=world), source, seen, folder=scratch / "then")
+            world.agreement.barrier()
+        answer.send(vars(seen))
+
+
+@contextmanager
+def _noted_in(seen: Seen) -> Iterator[None]:
+    """Note the exception that ends the steps inside."""
+    try:
+        yield
+    except Refused as refused:
+        seen.fault = refused.problem.what
+        if refused.problem.key.startswith("part."):
+            seen.finding = refused.problem.key, refused.problem.what, refused.problem.expected
+    except DiskFailed as end:
+        seen.unfinished = str(end)
+    except RunEnded as end:
+        seen.fault = str(end)
+    except Exception as error:
+        seen.fault = f"{error_text(error)}, at {place_of(error)}"
+
+
+def _note_asking(seen: Seen, frame: FrameType, event: str, _: object) -> None:
+    """As a profiler of Python, record the first call of torch.distributed that neither torch nor this framework makes."""
+    if seen.asks or event != "call" or frame.f_code.co_name not in _ASKING:
+        return
+    if not frame.f_code.co_filename.endswith("distributed_c10d.py"):
+        return
+    caller = frame.f_back
+    if caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # a wrapper of torch's
+        caller = caller.f_back
+    if caller is not None and not any(map(Path(caller.f_code.co_filename).is_relative_to, _NOT_THE_MODELS)):
+        seen.asks = f"{frame.f_code.co_name} at {caller.f_code.co_filename}:{caller.f_lineno}"
