@@ -55,9 +55,12 @@ def differ(one: Any, other: Any, *, tolerance: float = 1e-6) -> bool:
 
 
 def other_column(ours: Row, theirs: Row, *, but_not: Row | None = None, tolerance: float = 1e-6) -> str:
-    """Return the first column that differs, but not one that differs also between `theirs` and `but_not`; or an empty text."""
+    """Return the first column that differs, but not one that differs also between `theirs` and `but_not`; or an empty text.
+
+    `but_not` comes from the same computation as `theirs`: a clock, for example, differs little between them, and later more.
+    """
     for name in {**theirs, **ours}:
-        varies = but_not is not None and differ(but_not.get(name), theirs.get(name), tolerance=tolerance)
+        varies = but_not is not None and differ(but_not.get(name), theirs.get(name), tolerance=1e-12)
         if not varies and differ(ours.get(name), theirs.get(name), tolerance=tolerance):
             return name
     return ""
