@@ -25,7 +25,7 @@ from framework.preflight.child import end_of
 from framework.preflight.refused import Refused
 from framework.preflight.two_steps import Seen, first_to_part, two_steps
 from framework.runtime.environment import Environment
-from framework.runtime.exits import DiskFailed, RunEnded, error_text, place_of
+from framework.runtime.exits import DiskFailed, RunEnded, error_text, exits_as_errors, place_of
 from framework.runtime.forks import Idleness, begin_child
 
 _NOT_THE_MODELS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # folders of code
@@ -140,7 +140,8 @@ def _rank(
 def _noted_in(seen: Seen) -> Iterator[None]:
     """Note the exception that ends the steps inside."""
     try:
-        yield
+        with exits_as_errors():
+            yield
     except Refused as refused:
         seen.fault = refused.problem.what
         if refused.problem.key.startswith("part."):
