@@ -70,11 +70,11 @@ def check_components(composed, world_size):
         import_rest()
 def import_rest():
     import framework.modes.train
-    from framework.preflight import child
+    from framework.preflight import dry_build
     from framework.build.training import Builder
     from framework.preflight import rehearsal
     from framework.training.loop import Trainer
-    mark_after(child, "problems_in_child", "model and optimizer checked, in a process of its own")
+    mark_after(dry_build, "build_problems", "model and optimizer checked, in a process of its own")
     mark_after(rehearsal, "rehearse", "rehearsal")
     mark_after(Builder, "trainer", "data, model, optimizer")
     original = Trainer.train_step

@@ -55,7 +55,8 @@ def trainer_of(line: list[str]) -> Iterator[Trainer]:
 def steps(line: list[str]) -> list[dict[str, Any]]:
     """Return what was counted in each of ten steps, with the fetching of the next, from the third on."""
     with trainer_of(line) as trainer:
-        step, following = trainer.begin()
+        following = trainer.begin()
+        step = next(following)
         counted = []
         for _ in range(10):
             trainer.take(step)
@@ -164,7 +165,8 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
     place = Environment(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks)
     found = World.start(place, backend="auto", device="auto", timeout_s=60.0, scratch=Path(folder))
     trainer = Builder(compose(*RUN, *line, f"run.dir={folder}/run"), world=found).trainer()
-    step, following = trainer.begin()
+    following = trainer.begin()
+    step = next(following)
     counted = []
     for _ in range(6):
         trainer.take(step)
