@@ -70,7 +70,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "training": (Trainer, "train_step", lambda trainer, *_, **__: trainer.progress.step >= 30),
     "saving": (CheckpointStore, "_write", lambda store, staging, tensors: True),
     "committing": (CheckpointStore, "_commit", lambda store, staging, *_: True),
-    "evaluation": (Trainer, "evaluate", lambda trainer, split: True),
+    "evaluation": (Trainer, "evaluate", lambda trainer, split, **_: True),
 }
 CASES = [*zip(MOMENTS, itertools.cycle(["link", "one way"]))]
 

@@ -139,14 +139,13 @@ def watched_at_every_evaluation(folder: Path) -> Callable[[], None]:
             (folder / f"{self._path.parent.name}_{self.step}_{answer}").touch()
             return answer
 
-        def evaluated(self: Trainer, split: str) -> bool:
-            answer = evaluate(self, split)
+        def evaluated(self: Trainer, split: str, **options: bool) -> None:
+            evaluate(self, split, **options)
             name = f"{self.recorder.directory.path.name}_{self.progress.step}"
             if split == "val" and not self.is_over:
                 wait_for(lambda: bool(list(folder.glob(f"{name}_*"))), what="a look at it")
                 if (folder / f"{name}_True").exists():
                     wait_for(lambda: PREEMPTION.requested, what="a signal to stop")
-            return answer
 
         Watched.is_hopeless, Trainer.evaluate = told, evaluated
 
