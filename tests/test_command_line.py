@@ -205,6 +205,25 @@ def test_a_command_that_waits_for_a_thread_names_it_and_a_signal_ends_it_with_it
 
 
 @pytest.mark.slow
+def test_workers_that_wait_for_a_thread_name_it_and_a_signal_ends_the_command(tmp_path: Path) -> None:
+    text = """import threading
+from models.mlp import MLP
+def net(in_channels, image_size, num_classes):
+    threading.Thread(target=threading.Event().wait, name="of the user").start()
+    return MLP(in_channels=in_channels, image_size=image_size, num_classes=num_classes)
+"""
+    (tmp_path / "waits.py").write_text(text)
+    line = "dataset=synthetic dataset.image_size=8 model._target_=waits.net trainer.max_epochs=null trainer.max_steps=1 rehearse=false"
+    words = [sys.executable, str(REPOSITORY / "train.py"), *line.split(), "parallel=ddp", "launch.nproc_per_node=2"]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        wait_for_line = iter(process.stdout.readline, "")
+        assert any("waits for its thread of the user" in line for line in wait_for_line)
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+@pytest.mark.slow
 def test_hashes_of_text_are_the_same_in_every_start(tmp_path: Path) -> None:
     line = "train dataset=synthetic dataset.image_size=8 model._target_=tests.faulty.OfHashes trainer.max_epochs=null trainer.max_steps=1 rehearse=false"
     env = {"PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": ""}

@@ -56,6 +56,16 @@ def test_a_component_that_exits_is_a_failure_and_not_the_runs_end(strategy: str,
     assert re.search(told, failed.output), failed.output
 
 
+class Exits(Synthetic):
+    def problems(self) -> Any:
+        sys.exit(0)
+
+
+def test_a_check_that_exits_ends_no_command_with_0(tmp_path: Path) -> None:
+    failed = command(*RUN, "dataset._target_=tests.test_failures.Exits", root=tmp_path / "runs")
+    assert failed.code not in (0, 75) and "sys.exit(0)" in failed.output, failed.output
+
+
 def test_an_error_that_comes_again_is_not_tried_a_third_time(tmp_path: Path) -> None:
     failed = command(*RUN, *STRATEGIES["ddp 2"], root=tmp_path / "runs", before=lambda: plant_error(1))
     assert failed.code == 1

@@ -73,6 +73,7 @@ def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, A
     (node(act=OWN | {"rate": 1}), node(act=OWN | {"rate": 1.0})),
     (node(act=OWN | {"rate": 2, "count": 3}), node(act={"count": 3, "rate": 2} | OWN)),
     (node(init_from={"path": "a", "strict": False}), node(init_from={"strict": False, "path": "a"})),
+    ({"optimizer": OWN | {"turns": {"a": {"match": "x", "every": 2}}}}, {"optimizer": OWN | {"turns": {"a": {"every": 2, "match": "x"}}}}),
     ({"metric": {"a": OWN, "b": OWN}}, {"metric": {"b": OWN, "a": OWN}}),
     (node(parts={"blocks": "layers"}), node()),
     ({"dataset": OWN | {"num_workers": 1}}, {"dataset": OWN | {"num_workers": 2}}),

@@ -251,7 +251,7 @@ def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(
     asked: list[bool] = []
     loop: Any = SimpleNamespace(
         engine=SimpleNamespace(parts={}), task=None, trained=dict, any=lambda flag: asked.append(flag), stopped="", step=0, seed=0,
-        device=torch.device("cpu"), has_row=False,
+        device=torch.device("cpu"), has_row=False, module=None,
     )  # fmt: skip
     held = LoopParts(dict(enumerate(parts)), loop)
     for number in range(4):

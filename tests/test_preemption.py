@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 import framework.preflight.dry_build
 from framework.build.training import Builder
@@ -124,6 +125,27 @@ def test_a_stop_breaks_off_an_evaluation_which_the_same_command_makes_first(
     assert_same_bits(ended, once(*line))
     for split in ("val", "test"):
         assert ended.summary["metrics"][split] == once(*line).summary["metrics"][split]
+
+
+class Counts(nn.Module):
+    """A model whose buffer counts the batches of evaluations, and which computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(192, 10)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.seen += 1
+        return self.layer(inputs.flatten(1)) * (1 + 0.01 * self.seen)
+
+
+def test_what_a_model_counts_in_an_evaluation_is_not_counted_twice(tmp_path: Path) -> None:
+    line = [word for word in EVALUATIONS if not word.startswith(("model", "trainer.ema_decay"))]
+    line += ["model._target_=tests.test_preemption.Counts", "dataset.in_channels=3"]
+    assert command(*line, root=tmp_path / "runs", before=plant_stop(4, "val")).code == 75
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), once(*line))
 
 
 def test_a_run_that_begins_from_such_a_checkpoint_makes_the_evaluation(tmp_path: Path) -> None:

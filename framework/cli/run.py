@@ -23,7 +23,7 @@ from framework.preflight.slurm import job_problems
 from framework.runs.fetched_run import with_fetched_resume
 from framework.runtime import log, slurm
 from framework.runtime.environment import FOREIGN_LAUNCHER, Environment, SrunTask, variables
-from framework.runtime.exits import Exit, Interrupted, Unfit
+from framework.runtime.exits import Exit, Interrupted, Unfit, exits_as_errors
 from framework.runtime.files import open_files
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 def start(overrides: list[str], *, checked: Draft | None = None, is_rehearsed: bool = False) -> int:
     """Run one command line to its end. Return the exit code. A sweep gives its configuration, which is `checked`."""
     try:
-        return _start(overrides, checked, is_rehearsed)
+        with exits_as_errors():
+            return _start(overrides, checked, is_rehearsed)
     except (Interrupted, Unfit) as end:
         LOGGER.error("%s", end)
         return end.code

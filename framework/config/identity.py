@@ -88,7 +88,7 @@ def _is_own(node: Mapping[str, Any]) -> bool:
 
 
 # What acts in the order that is given: parts, turns, and whatever a component gets as a mapping.
-_ORDERED = (*COMPONENTS, "part", "turns")
+_ORDERED = (*COMPONENTS, "part")
 _OF_SECTIONS = {"dataset": _of_dataset, "parallel": _of_strategy, "trainer": _of_trainer}
 _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}
 
@@ -146,7 +146,9 @@ def _in_order(value: Any, *, own: Iterable[str] = ()) -> Any:
         return [_in_order(item) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {key: item if key in own and key not in _ORDERED else _in_order(item) for key, item in value.items()}
+    found = {key: item if key in own else _in_order(item) for key, item in value.items()}
+    if "turns" in own and isinstance(turns := found.get("turns"), dict):
+        found["turns"] = turns | {"_order_": [*turns]}
     return found if "_target_" in value or len(value) < 2 else found | {"_order_": [*value]}
 
 

@@ -22,7 +22,7 @@ from framework.data.stream import ENDLESS, noted
 from framework.data.to_device import ToDevice, mapped_except
 from framework.engine.seam import MicroBatch, Step
 from framework.randomness import key, keys, seed_generators
-from framework.runtime.exits import RunEnded, Unfit
+from framework.runtime.exits import RunEnded, Unfit, exits_as_errors
 from framework.runtime.files import open_files
 from framework.runtime.forks import begin_child
 from framework.runtime.preemption import SIGNALS
@@ -223,7 +223,8 @@ class Loader:
 
         def fetched(position: int) -> Step | RunEnded:
             try:
-                return fetch(position)
+                with exits_as_errors():
+                    return fetch(position)
             except RunEnded as end:  # the reading process raises it: raised here, it would come as a traceback in a text
                 return end
 

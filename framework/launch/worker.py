@@ -40,6 +40,7 @@ from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
 from framework.runtime.numerics import share_cores
 from framework.runtime.preemption import PREEMPTION
+from framework.runtime.program import tell_of_threads
 from framework.runtime.torch_compiler import import_dynamo
 from framework.runtime.torch_internals import ElasticAgent
 
@@ -236,7 +237,9 @@ def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
     tempfile.tempdir = None  # this process must not use the launcher's folder
     PREEMPTION.watch()  # a spawned process does not inherit it
     PREEMPTION.speaks = False
-    return work(*arguments)
+    code = work(*arguments)
+    tell_of_threads(0, heard_after_s=1.0)  # when the agent has the code
+    return code
 
 
 class StaticRendezvous(StaticTCPRendezvous):

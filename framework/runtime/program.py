@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -47,11 +48,7 @@ def end_process(code: int) -> NoReturn:
     """
     if not _is_whole_process():  # a profiler, for example, reports when this program has ended
         sys.exit(code)
-    for signum in SIGNALS:
-        signal.signal(signum, lambda *_: os._exit(code))
-    teller = threading.Timer(_UNTIL_TOLD_S, _name_threads)
-    teller.daemon = True
-    teller.start()
+    teller = tell_of_threads(code)
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: wait for threads, end pools of threads
     teller.cancel()
     atexit._run_exitfuncs()
@@ -59,6 +56,17 @@ def end_process(code: int) -> NoReturn:
         with suppress(OSError, ValueError, AttributeError):  # the stream has no reader any more, or it is closed
             stream.flush()
     os._exit(code)
+
+
+def tell_of_threads(code: int, *, heard_after_s: float = 0.0) -> threading.Timer:
+    """Name the threads that this process, which has done its work, waits for. A signal ends the wait, with this code."""
+    since = time.monotonic()
+    for signum in SIGNALS:
+        signal.signal(signum, lambda *_: os._exit(code) if time.monotonic() - since >= heard_after_s else None)
+    teller = threading.Timer(_UNTIL_TOLD_S, _name_threads)
+    teller.daemon = True
+    teller.start()
+    return teller
 
 
 def _name_threads() -> None:

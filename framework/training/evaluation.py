@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.data.source import Split
 from framework.distributed.world import World
+from framework.engine.buffers import Buffers
 from framework.engine.engine import Engine
 from framework.engine.seam import Step
 from framework.engine.sums import Sums, add, weight_of
@@ -18,18 +19,23 @@ from framework.runtime.exits import Diverged, Interrupted
 
 
 class DueEvaluations:
-    """The evaluations of the last step that have not been made: a stop may break them off, and a checkpoint holds them."""
+    """The evaluations of the last step that have not been made: a stop may break them off, and a checkpoint holds them.
 
-    def __init__(self) -> None:
+    The buffers of `modules` are then those from before the evaluation, which is made again as a whole.
+    """
+
+    def __init__(self, *modules: nn.Module | None) -> None:
         self.left: list[Split] = []
+        self._buffers = Buffers(*filter(None, modules))
 
     def finish(self, make: Callable[..., None], *, may_stop: bool, is_over: Callable[[], bool]) -> None:
         """Make them, and the test if the run is over then. Some are left if a stop has broken one off. Collective."""
         while self.left:
-            split = self.left[0]
+            split, before = self.left[0], self._buffers.values() if may_stop else []
             try:
                 make(split, may_stop=may_stop)
             except Interrupted:
+                self._buffers.set(before)
                 return
             del self.left[0]
             if not self.left and split != "test" and is_over():

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
 from framework.engine.seam import Step
@@ -35,12 +35,22 @@ class LoopParts:
         self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}, **of_task}
         self._may_stop = any(hasattr(part, moment) for part in (*parts.values(), *of_task.values()) for moment in _IN_STEPS)
         self._may_stop_in_rows = self._may_stop or any(hasattr(part, "row") for part in parts.values())
-        observing = [part for part in self.by_name.values() if hasattr(part, "evaluating") or hasattr(part, "observe")]
-        self.can_break_off = not observing and not hasattr(loop.task, "measured")  # nobody keeps a part of an evaluation
         self._shards = {name: p for name, p in loop.trained().items() if hasattr(p, "device_mesh")}
         self._at = {moment: list(self._having(moment)) for moment in (*MOMENTS, "batch", "can_save")}
+        hooks = self._hooks()
         self._each("begun")
         loop.has_begun = True
+        observing = [part for part in self.by_name.values() if hasattr(part, "evaluating") or hasattr(part, "observe")]
+        keeps = any(type(module).get_extra_state is not nn.Module.get_extra_state for module in self._modules())
+        # whether nobody keeps what it has seen of an evaluation, but for buffers
+        self.can_break_off = not (observing or keeps or self._hooks() > hooks or hasattr(loop.task, "measured"))
+
+    def _modules(self) -> Iterator[nn.Module]:
+        roots = (root for root in (self.loop.module, self.loop.task) if isinstance(root, nn.Module))
+        return (module for root in roots for module in root.modules())
+
+    def _hooks(self) -> int:
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules())
 
     def _having(self, method: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         return ((name, found) for name, part in self.by_name.items() if callable(found := getattr(part, method, None)))
