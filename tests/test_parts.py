@@ -254,6 +254,7 @@ def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(
         device=torch.device("cpu"), has_row=False, module=None,
     )  # fmt: skip
     held = LoopParts(dict(enumerate(parts)), loop)
+    asked.clear()
     for number in range(4):
         held.begin_step(Step(0, 1, []), has_row=number == 3)
         held.step_taken()

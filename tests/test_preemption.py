@@ -36,6 +36,8 @@ from tests.harness import (
     once,
     wait_for,
 )
+from tests.test_conformance import MODELS
+from tests.test_conformance import RUN as OF_CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES
 
 LINE = [*RUN, "micro_batch_size=3", "checkpoint.every=4"]  # 21 steps of six micro-batches; an evaluation after every fifth
@@ -125,6 +127,19 @@ def test_a_stop_breaks_off_an_evaluation_which_the_same_command_makes_first(
     assert_same_bits(ended, once(*line))
     for split in ("val", "test"):
         assert ended.summary["metrics"][split] == once(*line).summary["metrics"][split]
+
+
+@pytest.mark.slow
+def test_a_part_with_hooks_on_one_stage_has_all_ranks_finish_the_evaluation(tmp_path: Path) -> None:
+    line = [*OF_CONFORMANCE, *MODELS["gpt, tied"], "trainer.max_steps=6", "trainer.eval_every=4", "checkpoint.every=null",
+            "parallel=pipeline", "launch.nproc_per_node=2", "part=activations", "part.activations.modules=[layers.0]",
+            "dataset.num_val=60", "trainer.log_every=1"]  # fmt: skip
+    stopped = command(*line, root=tmp_path / "runs", before=plant_stop(4, "val"))
+    assert stopped.code == 75 and stopped.rows[-1]["split"] in ("val", "train") and stopped.rows[-1]["step"] >= 4, (
+        stopped.output
+    )
+    assert read_state(max(stopped.directory.glob("checkpoints/*")))["evaluations_left"] == []
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), once(*line))
 
 
 class Counts(nn.Module):

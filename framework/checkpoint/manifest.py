@@ -17,7 +17,7 @@ from framework.runtime.plain import Invalid, Plain, first_fault, read_json, requ
 from framework.runtime.problem import shown
 
 MANIFEST = "manifest.json"
-_ASIDE = ".aside_"  # before the name of a checkpoint that another one of its step replaces
+_ASIDE = ".aside_"  # before the name of a checkpoint, while a new checkpoint of the same step replaces it
 _NAME = re.compile(r"step_([0-9]{8,18})")
 
 
@@ -137,14 +137,14 @@ def discard(path: Path) -> None:
 
 
 def put_back(directory: Path) -> None:
-    """Give checkpoints that were put aside their names again, if a crash came before that of their successors. See `commit`.
+    """Rename checkpoints back that were put aside, if a crash came before the rename of their successors. See `commit`.
 
     Only the process that holds the run's lock may call this, as `remove_unfinished`.
     """
     for aside in directory.glob(f"{_ASIDE}*"):
         target = aside.with_name(aside.name.removeprefix(_ASIDE))
         if os.path.lexists(target):
-            flush_directory(directory)  # the name of the successor, before this one is deleted
+            flush_directory(directory)  # the successor's name, before the old checkpoint is deleted
             remove(aside)
         else:
             os.rename(aside, target)

@@ -150,6 +150,14 @@ def _is_a_runs(name: str) -> bool:
     return name in (*_FILES, *_FOLDERS, *_BESIDE) or replaced_by(name) in (*_FILES, *_FOLDERS)
 
 
+class _Origin(TypedDict):
+    """The checkpoint of another run with which a run began."""
+
+    path: str
+    record_id: str | None
+    step: int
+
+
 class _Rows(TypedDict):  # of metrics_file.Mark
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # as pydantic documents it
     num_rows: int
@@ -165,6 +173,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {  # of the summary's values that are used
     "step": TypeAdapter(int),
     "rows": TypeAdapter(_Rows),
     "unlogged": TypeAdapter(list[Any]),
+    "began_from": TypeAdapter(_Origin | None),
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.data.source import Split
 from framework.distributed.world import World
@@ -21,15 +21,15 @@ from framework.runtime.exits import Diverged, Interrupted
 class DueEvaluations:
     """The evaluations of the last step that have not been made: a stop may break them off, and a checkpoint holds them.
 
-    The buffers of `modules` are then those from before the evaluation, which is made again as a whole.
+    The buffers are then those from before the evaluation, which is made again as a whole.
     """
 
-    def __init__(self, *modules: nn.Module | None) -> None:
+    def __init__(self, buffers: Buffers) -> None:
         self.left: list[Split] = []
-        self._buffers = Buffers(*filter(None, modules))
+        self._buffers = buffers
 
     def finish(self, make: Callable[..., None], *, may_stop: bool, is_over: Callable[[], bool]) -> None:
-        """Make them, and the test if the run is over then. Some are left if a stop has broken one off. Collective."""
+        """Make the evaluations, and the test if the run is over then. After a stop, some are left. Collective."""
         while self.left:
             split, before = self.left[0], self._buffers.values() if may_stop else []
             try:

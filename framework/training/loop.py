@@ -63,7 +63,7 @@ class Trainer:
         self.memory_gib: list[float] = []  # the peak of each rank
         self.grad_norm, self.size = 0.0, 0  # the last value read; the samples of the last step
         self.alarms = Alarms(self.plan.settings.eval_every, self.plan.checkpoint_every, world=self.world, saver=self.saver)
-        self.due = DueEvaluations(self.engine.module, self.engine.task)
+        self.due = DueEvaluations(self.recovery.buffers)
 
     def fit(self) -> bool:
         """Train. Return True when the run is finished; False when it was preempted, after a committed checkpoint."""

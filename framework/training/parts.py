@@ -42,8 +42,8 @@ class LoopParts:
         loop.has_begun = True
         observing = [part for part in self.by_name.values() if hasattr(part, "evaluating") or hasattr(part, "observe")]
         keeps = any(type(module).get_extra_state is not nn.Module.get_extra_state for module in self._modules())
-        # whether nobody keeps what it has seen of an evaluation, but for buffers
-        self.can_break_off = not (observing or keeps or self._hooks() > hooks or hasattr(loop.task, "measured"))
+        keeps |= bool(observing) or self._hooks() > hooks or hasattr(loop.task, "measured")
+        self.can_break_off = not loop.any(keeps)  # nobody keeps what it sees of an evaluation; a rank may have only a stage
 
     def _modules(self) -> Iterator[nn.Module]:
         roots = (root for root in (self.loop.module, self.loop.task) if isinstance(root, nn.Module))

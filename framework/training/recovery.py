@@ -31,7 +31,7 @@ class Recovery:
     def __post_init__(self) -> None:
         self.is_watching = self.policy.action != "raise"  # then every step is checked before it is taken
         self.rolls_back = self.policy.action == "rollback"
-        self._buffers = Buffers(*(module for module in (self.held.module, self.held.task) if module is not None))
+        self.buffers = Buffers(*(module for module in (self.held.module, self.held.task) if module is not None))
         self._before: list[Tensor] = []  # the buffers before the step
 
     @property
@@ -41,7 +41,7 @@ class Recovery:
 
     def begin_step(self) -> None:
         """Keep a copy of what a step changes before it is checked."""
-        self._before = self._buffers.values() if self.is_watching else []
+        self._before = self.buffers.values() if self.is_watching else []
 
     def recover(self, error: Diverged, *, step: Step, progress: Progress) -> dict[str, Any] | None:
         """Return the state of the checkpoint that the run continues from; None if `step` was skipped instead.
@@ -56,7 +56,7 @@ class Recovery:
         progress.num_divergences = count
         state = self._roll_back(past=step, progress=progress) if self.rolls_back else None
         if state is None:  # the skipped step counts as taken; its forward pass has changed only the buffers
-            self._buffers.set(self._before)
+            self.buffers.set(self._before)
             progress.step += 1
             progress.samples_seen += step.num_samples
         if self.world.rank == 0:
