@@ -384,3 +384,11 @@ class ActingTask(Classification):
             loop.lr_share = 0.5
         if self.act == "stop in row":
             loop.stop("seen enough")
+
+
+class Hooks:
+    """A part that looks at the outputs of the first layer, on one rank alone."""
+
+    def begun(self, loop: Any) -> None:
+        if loop.is_main:
+            next(loop.module.children()).register_forward_hook(lambda *_: None)

@@ -130,9 +130,9 @@ def test_a_stop_breaks_off_an_evaluation_which_the_same_command_makes_first(
 
 
 @pytest.mark.slow
-def test_a_part_with_hooks_on_one_stage_has_all_ranks_finish_the_evaluation(tmp_path: Path) -> None:
+def test_a_part_with_hooks_on_one_rank_has_all_ranks_finish_the_evaluation(tmp_path: Path) -> None:
     line = [*OF_CONFORMANCE, *MODELS["gpt, tied"], "trainer.max_steps=6", "trainer.eval_every=4", "checkpoint.every=null",
-            "parallel=pipeline", "launch.nproc_per_node=2", "part=activations", "part.activations.modules=[layers.0]",
+            "parallel=ddp", "launch.nproc_per_node=2", "launch.timeout_s=10", "+part.hooks._target_=tests.own_parts.Hooks",
             "dataset.num_val=60", "trainer.log_every=1"]  # fmt: skip
     stopped = command(*line, root=tmp_path / "runs", before=plant_stop(4, "val"))
     assert stopped.code == 75 and stopped.rows[-1]["split"] in ("val", "train") and stopped.rows[-1]["step"] >= 4, (
