@@ -1181,6 +1181,23 @@ class Clocked:
         return {"clock": time.perf_counter()}
 
 
+class Timed:
+    """A part that keeps when its last row was, with or without a checkpoint."""
+
+    def __init__(self, is_saved: bool) -> None:
+        self.last, self.is_saved = 0.0, is_saved
+
+    def row(self, loop: Any) -> dict[str, float]:
+        since, self.last = time.perf_counter() - self.last, time.perf_counter()
+        return {"since": since}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.last} if self.is_saved else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last = state.get("last", self.last)
+
+
 class Refills:
     """A part that gives every parameter a gradient, so that its optimizer finds one."""
 

@@ -22,7 +22,13 @@ class Own:
                  rates: list[float] | None = None, alias: Share = 1.0, count: int = 1, act: Any = None) -> None: ...  # fmt: skip
 
 
-OWN = {"_target_": "tests.test_identity.Own"}
+class Stack:
+    """A component that builds what it gets, in the order of its arguments."""
+
+    def __init__(self, rate: float = 1.0, **layers: Any) -> None: ...
+
+
+OWN, STACK = {"_target_": "tests.test_identity.Own"}, {"_target_": "tests.test_identity.Stack"}
 STOPS = "trainer.early_stopping.patience=3"
 EXACT, TOKENS = "framework.parallel.parallelize.parallelize", "framework.data.tokens.Tokens"
 
@@ -59,6 +65,8 @@ def node(**values: Any) -> dict[str, Any]:
     (node(act=[{"a": OWN, "b": OWN}]), node(act=[{"b": OWN, "a": OWN}])),
     ({"part": {"a": OWN, "b": OWN}}, {"part": {"b": OWN, "a": OWN}}),
     ({"optimizer": OWN | {"turns": {"a": {}, "b": {}}}}, {"optimizer": OWN | {"turns": {"b": {}, "a": {}}}}),
+    ({"model": STACK | {"a": 1, "b": 2}}, {"model": STACK | {"b": 2, "a": 1}}),
+    (node(act=STACK | {"a": 1, "b": 2}), node(act=STACK | {"b": 2, "a": 1})),
     (node(_convert_="none"), node()),
     (node(_convert_="none", act=OWN | {"_convert_": "all"}), node(_convert_="none", act=OWN)),
 ])  # fmt: skip
@@ -83,6 +91,7 @@ def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, A
     ({"metric": {}}, {}),
     (node(_convert_="all", act=OWN | {"_convert_": "partial"}), node(act=OWN)),
     (node(init_from=None, parts=None), node()),
+    ({"model": STACK | {"a": 1, "rate": 2, "parts": {"blocks": "x"}}}, {"model": {"parts": {"blocks": "y"}, "rate": 2.0} | STACK | {"a": 1}}),
 ])  # fmt: skip
 def test_two_configurations_are_one_run(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert identity(one) == identity(other)

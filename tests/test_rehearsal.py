@@ -231,6 +231,8 @@ RIGHT = {
     "a model": model("Net"),
     "tensors made in the forward, on two": [*model("Placing"), "parallel=ddp", TWO],
     "a column of a clock, on two": [*model("Net"), "+part.clocked._target_=tests.faulty.Clocked", "parallel=ddp", TWO],
+    "the time of the last row": [*model("Net"), "+part.timed={_target_: tests.faulty.Timed, is_saved: false}"],
+    "the time of the last row, in a state": [*model("Net"), "+part.timed={_target_: tests.faulty.Timed, is_saved: true}"],
     "sharpness behind frozen layers": [*model("Net"), "part=[unfreeze,sharpness]", "part.unfreeze.groups=[['first.*']]"],
     "a constructor that reads numbers": model("Rates"),
     "a constructor that reads numbers, on two": [*model("Rates"), "parallel=fsdp", TWO],

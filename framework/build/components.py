@@ -12,6 +12,7 @@ from framework.config.init_from import init_contents
 from framework.config.schema import INIT, OF_DATA, Node
 from framework.config.targets import arguments_of, component, instantiated, locate
 from framework.data.source import Dataset
+from framework.runtime.exits import error_text, place_of
 from framework.runtime.problem import Problem
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ def _built(group: str, nodes: Mapping[str, Node]) -> dict[str, Any]:
     for name, node in nodes.items():
         try:
             built[name] = component(node)()
-        except Exception as error:
-            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:
+            said = str(error) if isinstance(error, ValueError) else f"{error_text(error)}, at {place_of(error)}"
             raise ValueError(said if said.startswith(f"{group}.{name}.") else f"{group}.{name}: {said}") from error
     return built
 

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -14,6 +14,7 @@ from framework.config.folders import enter_project
 from framework.config.frozen_file import digest_of
 from framework.config.init_from import init_identity
 from framework.config.schema import COMPONENTS, OWN, RunConfig, Section, section_of
+from framework.config.targets import HYDRAS
 
 
 def _marked(section: type[Section], prefix: str = "") -> Iterator[str]:
@@ -37,8 +38,9 @@ def identity(config: Mapping[str, Any]) -> str:
     """Return the run's id: 12 hexadecimal digits, a hash of all keys that decide what is computed.
 
     The framework's own sections count as their types read them. In a component's node, {}, null and a missing key differ, and 1
-    differs from 1.0, except for an argument that the target's source annotates as `float`. The order of a mapping counts; that
-    of a target's arguments does not. The files of `model.init_from` count by their content, not by their paths.
+    differs from 1.0, except for an argument that the target's source annotates as `float`. The order of a mapping counts, and
+    that of what a target takes as `**kwargs`; that of its other arguments does not. The files of `model.init_from` count by
+    their content, not by their paths.
     """
     kept = {name: _as_read(name, value) for name, value in (_DEFAULTS | dict(config)).items() if name not in EXECUTION}
     kept = _without(kept, execution_keys(config))
@@ -117,7 +119,7 @@ def _with_numbers(value: Any, *, as_configs: bool = False) -> Any:
         return [_with_numbers(item, as_configs=as_configs) for item in value]
     if not isinstance(value, dict):
         return value
-    numbers, was = (number_arguments(str(value["_target_"])) if "_target_" in value else ()), as_configs
+    numbers, was = (_arguments(str(value["_target_"])).numbers if "_target_" in value else ()), as_configs
     if "_target_" in value and "_convert_" in value:
         as_configs = value["_convert_"] == "none"
         value = {key: item for key, item in value.items() if key != "_convert_" or as_configs != was}
@@ -141,7 +143,10 @@ def _without(value: Any, keys: Iterable[str], prefix: str = "") -> Any:
 
 
 def _in_order(value: Any, *, own: Iterable[str] = ()) -> Any:
-    """Return plain data in which each mapping that is neither a target's node nor in `own` also holds the order of its keys."""
+    """Return plain data in which each mapping, except a node and one in `own`, also holds the order of its keys.
+
+    A node holds the order of what its target takes as `**kwargs`.
+    """
     if isinstance(value, list):
         return [_in_order(item) for item in value]
     if not isinstance(value, dict):
@@ -149,7 +154,9 @@ def _in_order(value: Any, *, own: Iterable[str] = ()) -> Any:
     found = {key: item if key in own else _in_order(item) for key, item in value.items()}
     if "turns" in own and isinstance(turns := found.get("turns"), dict):
         found["turns"] = turns | {"_order_": [*turns]}
-    return found if "_target_" in value or len(value) < 2 else found | {"_order_": [*value]}
+    named = _arguments(str(value["_target_"])).named if "_target_" in value else ()
+    order = [key for key in value if named is not None and key not in (*named, *own, *HYDRAS)]
+    return found | {"_order_": order} if len(order) > 1 else found
 
 
 def is_below(key: str, sections: Iterable[str]) -> bool:
@@ -171,16 +178,23 @@ def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-# --- the arguments that a target's source annotates as numbers
+# --- the arguments of a target, by its source
 
 
-def number_arguments(target: str) -> frozenset[str]:
-    """Return the arguments that the source of a function or class annotates as `float`, or as lists of it. Import nothing."""
+class _Arguments(NamedTuple):
+    """What the source of a function or class says about its arguments; nothing, if the source is not found."""
+
+    numbers: frozenset[str] = frozenset()  # annotated as `float`, or as lists of it
+    named: frozenset[str] | None = None  # those before `**kwargs`; None: it takes no other
+
+
+def _arguments(target: str) -> _Arguments:
+    """Return the arguments of a target. Import nothing."""
     enter_project()
     module, _, name = target.rpartition(".")
     spec = find_module(module, ()) if module else None
     source = Path(spec.origin or "") if spec is not None else Path()
-    return _numbers(source.read_bytes(), name) if source.suffix == ".py" else frozenset()
+    return _in_source(source.read_bytes(), name) if source.suffix == ".py" else _Arguments()
 
 
 _IN_NUMBERS = {"float", "None", "Optional", "Union", "list", "tuple", "List", "Tuple", "Sequence",
@@ -188,14 +202,16 @@ _IN_NUMBERS = {"float", "None", "Optional", "Union", "list", "tuple", "List", "T
 
 
 @functools.cache
-def _numbers(source: bytes, name: str) -> frozenset[str]:
+def _in_source(source: bytes, name: str) -> _Arguments:
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
-        return frozenset()
+        return _Arguments()
     found = _last(body, name)
     found = _last(found.body, "__init__") if isinstance(found, ast.ClassDef) else found
-    arguments = [*found.args.args, *found.args.kwonlyargs] if isinstance(found, ast.FunctionDef) else []
+    if not isinstance(found, ast.FunctionDef):
+        return _Arguments()
+    arguments = [*found.args.args, *found.args.kwonlyargs]
     aliases = {target.id: _words(node.value) for node in body if isinstance(node, ast.Assign)
                for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
 
@@ -203,7 +219,8 @@ def _numbers(source: bytes, name: str) -> frozenset[str]:
         words = set().union(*(aliases.get(word, {word}) for word in _words(annotation)))
         return "float" in words and words <= _IN_NUMBERS
 
-    return frozenset(one.arg for one in arguments if one.annotation is not None and is_number(one.annotation))
+    numbers = frozenset(one.arg for one in arguments if one.annotation is not None and is_number(one.annotation))
+    return _Arguments(numbers, frozenset(one.arg for one in arguments) if found.args.kwarg else None)
 
 
 def _words(node: ast.expr) -> set[str]:

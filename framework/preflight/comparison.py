@@ -119,7 +119,7 @@ class _Comparison:
     def _explained(self, what: str, *, is_equal: bool) -> Problem:
         """Return a fault with what causes it, and the remedy. `is_equal`: in float64 there is none."""
         alone, parallel, config = self._alone, self._parallel, self._build.config
-        if self._expected.fault:
+        if self._expected.fault or is_equal:  # it is of the run's own precision
             return Problem("parallel", what, _cure(_others(), self._failure))
         watched = self._ranks(alone.altered(parallel=parallel), like=self._expected, is_watched=True)
         if asked := next((rank.asks for rank in watched if rank.asks), ""):
@@ -130,7 +130,7 @@ class _Comparison:
                 return Problem(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)
         options = [*((_line(remedy), parallel | remedy) for remedy in _remedies(parallel)), *_others()]
         sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
-        if not is_equal and not config.optimizer.get("turns") and self._is_equal(sgd):
+        if not config.optimizer.get("turns") and self._is_equal(sgd):
             why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
             return Problem("optimizer", f"{what}; {why}", _cure(options, self._fault))
         one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})

@@ -162,7 +162,7 @@ def _check_export(model: nn.Module, formats: Sequence[str] | None) -> list[Probl
 def _task(node: Node, *, seed: int) -> tuple[Any, list[Problem]]:
     try:
         task = components.task(node, seed=seed)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return None, problems_of_build("task", node, error)
     if measures(task) or callable(getattr(task, "step", None)):
         return task, []

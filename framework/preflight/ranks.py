@@ -143,7 +143,7 @@ def _noted_in(seen: Seen) -> Iterator[None]:
         with exits_as_errors():
             yield
     except Refused as refused:
-        seen.fault = refused.problem.what
+        seen.fault = f"{refused.problem.key}: {refused.problem.what}"
         if refused.problem.key.startswith("part."):
             seen.finding = refused.problem.key, refused.problem.what, refused.problem.expected
     except DiskFailed as end:

@@ -67,19 +67,19 @@ def exits_as_errors() -> Iterator[None]:
 REMARK = "steadfast_remark"  # an attribute of an error: a text that follows its headline
 
 
-def headline(error: Exception) -> str:
+def headline(error: BaseException) -> str:
     """Return an error's type and first line. If it quotes a loader process's traceback, return that traceback's last line."""
     return _headline(error) + getattr(error, REMARK, "")
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's type and text in one line, at most 400 characters of it."""
     if _quotes_another(error) or _LOADER.search(str(error)):
         return headline(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}".removesuffix(": ") + getattr(error, REMARK, "")
 
 
-def _headline(error: Exception) -> str:
+def _headline(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     if _quotes_another(error):
         return lines[-1]
@@ -126,7 +126,7 @@ def _quotes_another(error: BaseException) -> bool:
     return str(error).startswith("Caught ") and "Original Traceback" in str(error)
 
 
-def lacks_memory(error: Exception) -> bool:
+def lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that this process, or its device, has no memory left."""
     return any(isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(str(one))
                for one in _chain(error, with_context=False))  # fmt: skip
@@ -136,7 +136,7 @@ _ALLOCATOR = re.compile(r"DefaultCPUAllocator: can't allocate memory[^.]*")
 _NO_MEMORY = re.compile(_ALLOCATOR.pattern + "|CUDA error: out of memory|STATUS_ALLOC_FAILED")  # in a RuntimeError
 
 
-def is_lost_peer(error: Exception) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error only reports that another rank has ended."""
     return any(text in str(error) for text in _LOST_PEER)
 

@@ -30,7 +30,8 @@ class Problem:
         """Return a component's error as a problem, under the key that it names (`seq_len=0: ...`), else under its group."""
         text = " ".join(str(error).split("\n")[0].split())
         if not text or isinstance(error, (LookupError, SystemExit)):  # the text of a KeyError is only the key
-            text = f"{type(error).__name__}: {text}".rstrip(": ") + ("" if text else f", at {place_of(error)}")
+            has_place = text and not isinstance(error, SystemExit)
+            text = f"{type(error).__name__}: {text}".rstrip(": ") + ("" if has_place else f", at {place_of(error)}")
         if re.match(r"[a-z]\w*(\.\w+)+: ", text):
             return cls.of_line(text)
         named = re.match(rf"(?:{group}\.)?(\w+)=(.*)", text)
