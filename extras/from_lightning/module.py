@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from extras.from_lightning.logger import Logger
+from extras.from_lightning.rates import Rates
 from framework.runtime.exits import Unfit
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}  # by split
@@ -21,6 +23,7 @@ CALLED = {  # the hooks that are called, of all that a LightningModule can have
     "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_test_start", "on_test_end", "on_test_epoch_start", "on_test_epoch_end", "on_after_backward",
     "on_after_batch_transfer", "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step", "on_before_zero_grad",
+    "optimizer_step", "configure_gradient_clipping", "lr_scheduler_step",
 }  # fmt: skip
 NOT_NEEDED = {"forward", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
               "on_predict_start", "on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown",
@@ -32,9 +35,12 @@ class StepTaken(Exception):
     """The optimizer whose turn it is has been stepped: the rest of the training_step belongs to other turns."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class FromTrainer:
-    """What a LightningModule can read from `self.trainer`: nothing in it depends on how a run is executed."""
+    """What a LightningModule can read from `self.trainer`: nothing in it depends on how a run is executed.
+
+    It can set `should_stop`.
+    """
 
     global_step: int = 0
     current_epoch: int = 0
@@ -42,6 +48,10 @@ class FromTrainer:
     max_steps: int = -1
     num_steps: int | None = None  # what estimated_stepping_batches is; None: not known here
     num_training_batches: int = 1
+    is_last_batch: bool = False  # of an epoch
+    should_stop: bool = False
+    callback_metrics: Mapping[str, Tensor] = field(default_factory=dict)  # of the last validation
+    optimizers: Sequence[Any] = ()  # in a training run
     training: bool = True
     validating: bool = False
     testing: bool = False
@@ -94,9 +104,15 @@ class Driver:
     module: Any = None  # the LightningModule that was called last
     is_padding: bool = False  # the batch does not count
     turns: Sequence[str] = ("",)  # the names of the optimizers, if there are several
+    order: Sequence[int] = (0,)  # the numbers of the optimizers, in the order in which a step takes them
     turn: str = ""
+    rates: Rates = field(default_factory=Rates)
+    prepare: Callable[[], None] = lambda: None  # sets `rates` and the trainer's `optimizers`
+    clip: tuple[float, str] | None = None  # what the optimizer of the turn clips its gradients to, and how
+    is_measuring: bool = False  # a batch of an evaluation, perhaps by the training_step: nothing of the optimizers moves
+    has_stepped: bool = False  # the module's own optimizer_step has stepped the optimizer
     losses: list[Tensor] = field(default_factory=list)  # given to manual_backward for the optimizer of the turn
-    taken: int = 0  # optimizers that the training_step has stepped
+    taken: int = 0  # optimizers that the training_step has stepped or left out
     num_calls: int = 0  # of training_step in this step
     is_done: bool = False  # whether the optimizer of the turn is among them
 
@@ -124,37 +140,74 @@ class Driver:
         return found
 
     def stepped(self, number: int) -> None:
-        """Note that the training_step steps an optimizer."""
-        if number < self.taken:
-            what = f"training_step steps optimizer {number} after optimizer {self.taken - 1}"
+        """Note that an optimizer is stepped, in the training_step or in the module's own optimizer_step."""
+        if self.is_measuring:
+            return
+        if self.module.automatic_optimization:
+            self.rates.take(number)
+            self.has_stepped = True
+            return
+        place = self.order.index(number)
+        if place < self.taken:
+            what = f"training_step steps optimizer {number} after optimizer {self.order[self.taken - 1]}"
             raise Unfit(f"task: {what} (configure_optimizers returns them in the order in which a step uses them, each once)")
-        if self.turns[number] == self.turn and not self.losses:
+        is_own = self.turns[number] == self.turn
+        if is_own and not self.losses:
             raise Unfit("task: training_step steps an optimizer without self.manual_backward(loss) (not loss.backward())")
-        self.taken, self.is_done = number + 1, self.is_done or self.turns[number] == self.turn
-        if self.turns[number] != self.turn:
+        self.taken, self.is_done = place + 1, self.is_done or is_own
+        if not is_own:
             self.losses.clear()
-        elif self.turn != self.turns[-1]:
+            return
+        self.rates.take(number)
+        if number != self.order[-1]:
             raise StepTaken
+
+    def clips(self, number: int, value: float | None, kind: str | None) -> None:
+        """Note to what an optimizer clips its gradients."""
+        if value and self.turns[number] == self.turn:
+            self.clip = float(value), str(kind or "norm")
 
 
 class _Optimizer:
-    """The optimizer that a training_step of its own gets: the run's optimizer follows when the gradients are complete."""
+    """The optimizer that the methods of a module get: the run's optimizer follows when the gradients are complete."""
 
     def __init__(self, driver: Driver, number: int) -> None:
-        self._driver, self._number = driver, number
+        self._driver, self.number = driver, number
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
         if closure is not None:
             closure()
-        self._driver.stepped(self._number)
+        self._driver.stepped(self.number)
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
         pass
 
     def toggle_model(self, *_: Any, **__: Any) -> Any:
-        raise Unfit(
-            "task: toggle_model() of an optimizer is not available (a turn moves its own parameters alone: leave it out)"
-        )
+        return nullcontext()  # a turn moves its own parameters alone
+
+    @property
+    def param_groups(self) -> Any:
+        found = self._driver.rates.groups(self.number)
+        return [dict(group) for group in found] if self._driver.is_measuring else found
+
+
+class _Scheduler:
+    """The scheduler that the methods of a module get: it takes its steps after those of the optimizers."""
+
+    def __init__(self, driver: Driver, number: int) -> None:
+        self._driver, self._number = driver, number
+        self._followed = driver.rates.scheduler(number)
+
+    @property  # type: ignore[misc]  # mypy: an object's class can be set
+    def __class__(self) -> Any:  # what isinstance() sees
+        return type(self._followed)
+
+    def step(self, *given: Any, **named: Any) -> None:
+        if not self._driver.is_measuring:
+            self._driver.rates.waiting.append((self._number, given, named))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._followed, name)
 
 
 def driven(module: Callable[[], Any]) -> LightningModule:
@@ -257,17 +310,16 @@ class _Driven:
             self.log(name, value, *given, **named)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        driver = self._driver
-        assert driver is not None, "optimizers() is for a training_step"
-        found = [_Optimizer(driver, number) for number in range(len(driver.turns))]
+        found = self._driving("optimizers").trainer.optimizers
         return found if len(found) > 1 else found[0]
 
     def lr_schedulers(self) -> Any:
-        raise Unfit("task: lr_schedulers() is not available (configure_optimizers says with `interval` when they step)")
+        driver = self._driving("lr_schedulers")
+        found = [_Scheduler(driver, number) for number in driver.rates.scheduled]
+        return found if len(found) > 1 else found[0] if found else None
 
     def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
-        assert self._driver is not None, "manual_backward() is for a training_step"
-        self._driver.losses.append(loss)
+        self._driving("manual_backward").losses.append(loss)
 
     def toggle_optimizer(self, *_: Any, **__: Any) -> None:
         """Do nothing: a turn moves its own parameters alone."""
@@ -275,5 +327,17 @@ class _Driven:
     def untoggle_optimizer(self, *_: Any, **__: Any) -> None:
         pass
 
-    def clip_gradients(self, *_: Any, **__: Any) -> None:
-        raise Unfit("task: clip_gradients() is not available (trainer.clip_grad_norm)")
+    def clip_gradients(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None) -> None:
+        self._driving("clip_gradients").clips(optimizer.number, gradient_clip_val, gradient_clip_algorithm)
+
+    def _driving(self, method: str) -> Driver:
+        if self._driver is None:
+            raise Unfit(f"task: {method}() is called outside of a step (in training_step, or in a hook)")
+        if not self._driver.trainer.optimizers:
+            self._driver.prepare()
+        return self._driver
+
+
+def optimizers_of(driver: Driver) -> list[Any]:
+    """Return what stands for the run's optimizers in the methods of a module."""
+    return [_Optimizer(driver, number) for number in range(len(driver.turns))]

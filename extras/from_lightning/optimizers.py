@@ -1,34 +1,21 @@
 """The optimizers and schedulers that `configure_optimizers` returns, for the parameters that a strategy has."""
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from extras.from_lightning.module import FromTrainer, driven
+from extras.from_lightning.module import FromTrainer, driven, has_own
+from extras.from_lightning.rates import PLACE, Configured
 from framework.modules.tensors import by_mesh
 from framework.optim.optimizers import Trainable
-from framework.runtime.exits import Unfit
 
-_PLACE = "configured_group"  # the option of a parameter group that tells which of the configured groups it is a part of
 _ANY = 1000  # steps of a run, where only a scheduler that is not used needs their number
 Make = Callable[[], Any]  # builds the LightningModule
-
-
-class Configured(NamedTuple):
-    """An optimizer of `configure_optimizers`, for a module without numbers."""
-
-    optimizer: torch.optim.Optimizer
-    names: list[list[str]]  # of the parameters of each group
-    scheduler: Any  # or None
-    interval: str  # epoch or step: when the scheduler steps
-    frequency: int  # and after how many of these
-    monitor: str | None  # the column that the scheduler follows; None: it follows none
-
-    @property
-    def is_function_of_steps(self) -> bool:
-        return self.scheduler is not None and self.monitor is None
 
 
 def configured_by(module: Make, **known: Any) -> list[Configured]:
@@ -48,13 +35,18 @@ def configured_by(module: Make, **known: Any) -> list[Configured]:
         raise ValueError("module: configure_optimizers returns two schedulers for one optimizer (ChainedScheduler of both)")
     own = {id(parameter): name for name, parameter in made.named_parameters()}
     by_optimizer = {id(entry["scheduler"].optimizer): entry for entry in schedulers}
+    is_automatic, has_own_step = made.automatic_optimization, has_own(made, "lr_scheduler_step")
+    steps_itself = not is_automatic or has_own_step or has_own(made, "optimizer_step")
     configured = []
     for optimizer in optimizers:
         names = [[own[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         entry = by_optimizer.get(id(optimizer), {})
         scheduler, interval = entry.get("scheduler"), entry.get("interval", "epoch")
-        follows = entry.get("monitor", "") if scheduler is not None and _takes_metric(scheduler) else None
-        configured.append(Configured(optimizer, names, scheduler, interval, entry.get("frequency", 1), follows))
+        takes_metric = isinstance(scheduler, ReduceLROnPlateau) or (
+            scheduler is not None and not has_own_step and _takes_metric(scheduler)
+        )
+        follows = entry.get("monitor", "") if takes_metric and is_automatic else None
+        configured.append(Configured(optimizer, names, scheduler, interval, entry.get("frequency", 1), follows, steps_itself))
     return configured
 
 
@@ -91,11 +83,11 @@ def configured(
     groups: list[dict[str, Any]] = []
     for place, (group, own) in enumerate(zip(made.param_groups, names)):
         options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
-        options |= {"lr": group.get("initial_lr", group["lr"]), _PLACE: place}  # before a scheduler has changed it
+        options |= {"lr": group.get("initial_lr", group["lr"]), PLACE: place}  # before a scheduler has changed it
         mine = [by_name[name] for name in own if name in by_name]
         groups += [{"params": members, **options} for members in by_mesh(mine)]
     if not groups:  # this rank updates nothing
-        groups = [{**made.param_groups[0], "params": [item.parameter for item in trained], _PLACE: 0}]
+        groups = [{**made.param_groups[0], "params": [item.parameter for item in trained], PLACE: 0}]
     made.param_groups = groups
     return made
 
@@ -106,7 +98,9 @@ def completed(node: dict[str, Any], *, module: Make, max_epochs: int | None = No
     if len(found) == 1:
         return node
     turns: dict[str, Any] = {}
-    for number, (name, one) in enumerate(zip(names_of_turns(found), found)):
+    names_by_number = names_of_turns(found)
+    for number in order_of_steps(module, len(found)):
+        name, one = names_by_number[number], found[number]
         scheduler = {"_target_": f"{schedule.__module__}.{schedule.__name__}", "module": node["module"], "number": number}
         turns[name] = {"match": [name for names in one.names for name in names], **node, "number": number}
         turns[name]["scheduler"] = _with_unit(scheduler | {"max_epochs": node.get("max_epochs")}, one)
@@ -121,6 +115,29 @@ def names_of_turns(found: Sequence[Configured]) -> list[str]:
     tops = ["_".join(dict.fromkeys(name.split(".")[0] for names in one.names for name in names)) for one in found]
     names = tops if len(set(tops)) == len(tops) else [f"optimizer_{number}" for number in range(len(found))]
     return [f"turn_{name}" for name in names]  # so that its column is none of those that a module logs
+
+
+def order_of_steps(module: Make, count: int) -> list[int]:
+    """Return the numbers of the optimizers in the order in which the source of the training_step steps them.
+
+    If the source does not show them all, this is the order of `configure_optimizers`.
+    """
+    try:
+        step: Any = getattr(module, "func", module).training_step  # type: ignore[union-attr]  # AttributeError for a function
+        body = ast.parse(textwrap.dedent(inspect.getsource(step)))
+    except (OSError, TypeError, AttributeError, SyntaxError):
+        return [*range(count)]
+    numbers: dict[str, int] = {}
+    for node in ast.walk(body):
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("self.optimizers("):
+            (target,) = node.targets
+            parts = target.elts if isinstance(target, ast.Tuple) else []
+            names = [ast.unparse(part) for part in parts] or [f"{ast.unparse(target)}[{number}]" for number in range(count)]
+            numbers |= {name: number for number, name in enumerate(names)}
+    calls = [node.func for node in ast.walk(body) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    steps = sorted((call.end_lineno or 0, ast.unparse(call.value)) for call in calls if call.attr == "step")
+    found = dict.fromkeys(numbers[name] for _, name in steps if name in numbers)
+    return [*found] if len(found) == count else [*range(count)]
 
 
 # --- the schedule
@@ -145,18 +162,19 @@ class _Followed:
 
     def __init__(self, optimizer: torch.optim.Optimizer, configured: Configured) -> None:
         self._optimizer, self._configured, self._calls = optimizer, configured, 0
-        self._follow()
+        if configured.is_function_of_steps:
+            self._follow()
 
     def step(self) -> None:
         self._calls += 1
         if self._configured.is_function_of_steps and self._calls % self._configured.frequency == 0:
             self._configured.optimizer.step()  # it has no gradients; torch warns if the scheduler steps first
             self._configured.scheduler.step()
-        self._follow()
+            self._follow()
 
     def _follow(self) -> None:
         for group in self._optimizer.param_groups:
-            there = self._configured.optimizer.param_groups[group[_PLACE]]
+            there = self._configured.optimizer.param_groups[group[PLACE]]
             group.update({name: value for name, value in there.items() if name not in ("params", "initial_lr")})
 
 
@@ -174,50 +192,3 @@ def _steps_by_epoch(configured: Configured) -> bool:
 
 
 schedule.completed = with_unit  # type: ignore[attr-defined]
-
-
-class Plateau:
-    """The scheduler of an optimizer of `configure_optimizers` that follows a column of an evaluation, if there is one."""
-
-    def __init__(self, configured: Sequence[Configured]) -> None:
-        following = [one for one in configured if one.monitor is not None]
-        if len(following) > 1 or (following and len(configured) > 1):
-            raise Unfit("task: a scheduler that follows a metric needs a run with one optimizer (a schedule of the step)")
-        self._followed = following[0] if following else None
-        self._first = [group["lr"] for group in self._followed.optimizer.param_groups] if self._followed else []
-        self._calls = 0
-
-    @property
-    def share(self) -> float:
-        """The share of the first rates. Unfit if it is not the same for all parameter groups."""
-        groups = self._followed.optimizer.param_groups if self._followed else []
-        shares = [group["lr"] / first for group, first in zip(groups, self._first)] or [1.0]
-        if max(shares) - min(shares) > 1e-9:
-            raise Unfit("task: ReduceLROnPlateau lowers its groups by different factors (min_lr as their rates are)")
-        return shares[0]
-
-    def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Let the scheduler step, if it follows a column of this validation."""
-        if self._followed is None:
-            return
-        name = str(self._followed.monitor).removeprefix("val/")
-        if name not in row:
-            raise Unfit(
-                f"task: a scheduler follows {self._followed.monitor!r}, which is not measured (one of {', '.join(row)})"
-            )
-        self._calls += 1
-        if self._calls % self._followed.frequency == 0:
-            self._followed.scheduler.step(row[name])
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._followed is None:
-            return {}
-        rates = [group["lr"] for group in self._followed.optimizer.param_groups]
-        return {"calls": self._calls, "rates": rates, "scheduler": self._followed.scheduler.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._followed is not None:
-            self._calls = state["calls"]
-            self._followed.scheduler.load_state_dict(state["scheduler"])
-            for group, lr in zip(self._followed.optimizer.param_groups, state["rates"]):
-                group["lr"] = lr

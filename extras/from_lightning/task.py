@@ -1,6 +1,6 @@
 """The steps of a LightningModule as a task of this framework."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,9 +9,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from extras.from_lightning.logger import Logger
-from extras.from_lightning.module import STEPS, Driver, FromTrainer, metrics_of
-from extras.from_lightning.optimizers import Plateau, configured_by, names_of_turns
+from extras.from_lightning.module import STEPS, Driver, FromTrainer, has_own, metrics_of, optimizers_of
+from extras.from_lightning.optimizers import configured_by, names_of_turns, order_of_steps
+from extras.from_lightning.rates import Configured, Rates
 from framework.engine.engine import Engine
+from framework.modules.tensors import gradient_of, local
 from framework.runtime.exits import Unfit
 from framework.training.loop_view import Loop
 
@@ -20,15 +22,18 @@ class Task:
     """Its training_step, validation_step and test_step; each returns a mean over the samples of its batch."""
 
     def __init__(self, module: Callable[[], Any]) -> None:
-        self.driver = Driver(FromTrainer())
+        self.driver, self._make = Driver(FromTrainer()), module
+        self.driver.prepare = self._prepare
         self.parts = {"hooks": Hooks(self.driver, module)}
 
     def step(self, call: Any, batch: Any, context: Any) -> dict[str, Any]:
         driver, trainer, is_training = self.driver, self.driver.trainer, context.is_training
         if is_training:  # a manual optimization counts the steps of each optimizer
-            turn = driver.turns.index(context.turn)
+            turn = driver.order.index(driver.turns.index(context.turn))
             trainer.global_step, trainer.current_epoch = context.step * len(driver.turns) + turn, context.epoch
+            trainer.is_last_batch = context.batch == trainer.num_training_batches - 1
             driver.num_calls += 1
+            driver.rates.restart()
         driver.split, split = context.split, _kind(context.split)
         trainer.training, trainer.validating, trainer.testing = is_training, split == "val", split == "test"
         if not is_training and not driver.is_evaluating:  # mode=eval has no parts
@@ -38,10 +43,15 @@ class Task:
         driver.logged.clear()
         driver.turn, driver.taken, driver.is_done, driver.is_padding = context.turn, 0, False, context.is_padding
         driver.losses.clear()
+        driver.clip = None
         if context.turn:  # so that all turns of a step see the same noise, as one training_step does
             seeds = context.generator_of_step
             torch.manual_seed(int(torch.randint(2**62, (), generator=seeds, device=seeds.device)))
-        found = call.drive(driver, STEPS[split], _whole(batch), context.batch)
+        driver.is_measuring = not is_training
+        loss = self._loss(call.drive(driver, STEPS[split], _whole(batch), context.batch), context)
+        if loss is None:
+            loss = self._training_loss(call, batch, context)
+        driver.is_measuring = False
         shared = [name for name, metric in driver.metrics.items() if id(metric) in driver.measured]
         if shared and not is_training:
             what = f"two validation sets log {shared[0]!r} with one metric, whose value would be over both"
@@ -49,7 +59,7 @@ class Task:
         count = context.size
         new = {name: given for name, given in driver.logged.items() if name not in driver.earlier}
         columns = {name: _weighted(value, size or count) for name, (value, size) in new.items()}
-        return columns | {"loss": _weighted(self._loss(found, context), count)}
+        return columns | {"loss": _weighted(loss, count)}
 
     def predict(self, call: Any, batch: Any, context: Any) -> Any:
         """Return what the predict_step returns for a batch."""
@@ -62,7 +72,8 @@ class Task:
         return getattr(self.driver.module, "training_step", None)
 
     def _loss(self, found: Any, context: Any) -> Any:
-        driver, step = self.driver, STEPS[_kind(context.split)]
+        """Return the loss of a step. None: an evaluation has returned and logged none."""
+        driver = self.driver
         if context.is_training and not driver.module.automatic_optimization:
             if driver.losses and not driver.is_done:
                 what = "training_step calls manual_backward, and steps no optimizer with it"
@@ -73,13 +84,23 @@ class Task:
         if context.turn:
             raise Unfit("task: several optimizers, but the module's automatic_optimization is true (it steps them itself)")
         loss = found.get("loss") if isinstance(found, Mapping) else found
-        if loss is None and not context.is_training:
-            loss = self._logged_loss(_kind(context.split))
-        if loss is None:
-            raise Unfit(
-                f"task: {step} returns no loss{'' if context.is_training else ', and logs none'} (a mean over its batch)"
-            )
-        return loss
+        if context.is_training and loss is None:
+            raise Unfit("task: training_step returns no loss (a mean over its batch)")
+        if loss is None and driver.losses:  # of a training_step that stands for a step which the module does not have
+            return sum(driver.losses[1:], driver.losses[0])
+        return self._logged_loss(_kind(context.split)) if loss is None else loss
+
+    def _training_loss(self, call: Any, batch: Any, context: Any) -> Any:
+        """Return the loss of the training_step on a batch of an evaluation; of several optimizers, the sum of their losses."""
+        driver, logged = self.driver, dict(self.driver.logged)
+        found = call.drive(driver, "training_step", _whole(batch), context.batch)
+        driver.logged = logged
+        loss = found.get("loss") if isinstance(found, Mapping) else found
+        return sum(driver.losses) if loss is None else loss
+
+    def _prepare(self) -> None:
+        """Prepare for a training_step in mode=eval, which has no parts."""
+        prepare(self.driver, configured_by(self._make, max_epochs=1, num_steps=1), self._make)
 
     def _logged_loss(self, split: str) -> Any:
         """Return the value that an evaluation has logged as its loss: `loss`, SPLIT_loss, or the only name with this word."""
@@ -121,7 +142,7 @@ class Hooks:
         self.driver, self._make = driver, module
         self._columns: dict[str, float] = {}  # that hooks have logged in this step
         self._metrics: dict[str, Metric] = {}
-        self._plateau, self._validated = Plateau([]), dict[str, Any]()  # the columns of the last validation
+        self._validated: dict[str, Any] = {}  # the columns of the last validation
         self._initial: dict[str, Any] = {}  # plain attributes of the module
         self._has_begun = False
 
@@ -131,8 +152,11 @@ class Hooks:
         trainer.num_steps = trainer.max_steps = loop.total_steps
         trainer.max_epochs = -(-loop.total_steps // self.steps_per_epoch)
         configured = configured_by(self._make, max_epochs=trainer.max_epochs, num_steps=loop.total_steps)
-        self._plateau, self.driver.validations = Plateau(configured), loop.splits.validations()
-        self.driver.turns = names_of_turns(configured) if len(configured) > 1 else [""]
+        prepare(self.driver, configured, self._make)
+        self.driver.validations = loop.splits.validations()
+        optimizers: dict[str, Any] = getattr(loop.optimizer, "optimizers", {"": loop.optimizer})
+        followed = [optimizers[turn] for turn in self.driver.turns if turn in optimizers]
+        loop.optimizer.register_step_pre_hook(lambda *_: self.driver.rates.follow(followed))
         self._metrics = {name: part for name, part in loop.module.named_modules() if isinstance(part, Metric)}
         for metric in self._metrics.values():
             metric.process_group = loop.engine.data_group
@@ -146,7 +170,6 @@ class Hooks:
         self.driver.reset()
         self._columns.clear()
         self.driver.earlier.clear()
-        loop.lr_share = self._plateau.share
         self.driver.num_calls = 0
         if loop.step % self.steps_per_epoch == 0 or not self._has_begun:  # also where a run continues within an epoch
             self._call(loop, "on_train_epoch_start", epoch=loop.step // self.steps_per_epoch)
@@ -154,22 +177,51 @@ class Hooks:
         number, epoch = loop.step % self.steps_per_epoch, loop.step // self.steps_per_epoch
         if self._call(loop, "on_train_batch_start", given=(None, number), epoch=epoch) == -1:
             raise Unfit("task: on_train_batch_start returns -1 (loop.stop() of a part; trainer.early_stopping)")
+        self.driver.rates.begin_step()
+        loop.lr_share = self.driver.rates.base
 
     def gradients_ready(self, loop: Loop) -> None:
-        if loop.turn and loop.turn != self.driver.turns[-1]:  # the last turn runs the whole training_step
-            self.driver.reset()
-        self.driver.earlier |= self.driver.logged.keys()
-        self._call(loop, "on_before_zero_grad", given=(loop.optimizer,))
-        self._call(loop, "on_after_backward")
-        self._call(loop, "on_before_optimizer_step", given=(loop.optimizer,))
+        driver, module = self.driver, loop.module
+        number, epoch = driver.turns.index(loop.turn), loop.step // self.steps_per_epoch
+        if number != driver.order[-1]:  # the last turn runs the whole training_step
+            driver.reset()
+        driver.earlier |= driver.logged.keys()
+        self._call(loop, "on_before_zero_grad", given=(loop.optimizer,), epoch=epoch)
+        self._call(loop, "on_after_backward", epoch=epoch)
+        self._call(loop, "on_before_optimizer_step", given=(loop.optimizer,), epoch=epoch)
+        if module.automatic_optimization:
+            optimizer, driver.clip, driver.has_stepped = driver.trainer.optimizers[number], None, False
+            if has_own(module, "configure_gradient_clipping"):
+                self._call(loop, "configure_gradient_clipping", given=(optimizer, None, None), epoch=epoch)
+        if driver.clip is not None:
+            _clip(loop, *driver.clip)
+        if module.automatic_optimization and has_own(module, "optimizer_step"):
+            given = epoch, loop.step % self.steps_per_epoch, optimizer, lambda: None
+            self._call(loop, "optimizer_step", given=given, epoch=epoch)
+            for parameter in loop.trained().values() if not driver.has_stepped else ():
+                parameter.grad = None
 
     def step_taken(self, loop: Loop) -> None:
-        number = (loop.step - 1) % self.steps_per_epoch
+        number, trainer, rates = (loop.step - 1) % self.steps_per_epoch, self.driver.trainer, self.driver.rates
         self.driver.logged.clear()
+        is_automatic = loop.module.automatic_optimization
+        if is_automatic:
+            rates.ended("step", number, step=self._step_scheduler)
         self._call(loop, "on_train_batch_end", given=(None, None, number))
         if number == self.steps_per_epoch - 1 and self.driver.num_calls:  # a rehearsal takes steps without a training_step
             self._call(loop, "on_train_epoch_end")
+            if is_automatic:
+                rates.ended("epoch", trainer.current_epoch, step=self._step_scheduler)
+        rates.flush()
         self._columns = {name: float(value) for name, (value, _) in self.driver.logged.items()}
+        if trainer.should_stop:
+            loop.stop("the module has set trainer.should_stop")
+
+    def _step_scheduler(self, scheduler: Any, metric: float | None) -> None:
+        if has_own(self._loop.module, "lr_scheduler_step"):
+            self._call(self._loop, "lr_scheduler_step", given=(scheduler, metric))
+        else:
+            scheduler.step(*(() if metric is None else (metric,)))
 
     def row(self, loop: Loop) -> dict[str, float]:
         found = self._columns | self.driver.values()
@@ -189,7 +241,16 @@ class Hooks:
         of_set = {f"{name}{suffix}": value for name, value in row.items()}
         self._validated = {**row, **of_set, **(self._validated if split != "val" else {})}
         if split == self.driver.validations[-1]:
-            self._plateau.evaluated(self._validated)
+            numbers = {name: value for name, value in self._validated.items() if isinstance(value, (int, float))}
+            self._show(numbers)
+            if loop.module.automatic_optimization:
+                self.driver.rates.evaluated(self._validated, step=self._step_scheduler)
+            self.driver.rates.flush()
+
+    def _show(self, validated: Mapping[str, float]) -> None:
+        """Let the module read the columns of the last validation."""
+        named = {**validated, **{f"val/{name}": value for name, value in validated.items()}}
+        self.driver.trainer.callback_metrics = {name: torch.tensor(value) for name, value in named.items()}
 
     def saving(self, loop: Loop) -> None:
         self.driver.reset()
@@ -212,21 +273,25 @@ class Hooks:
         for name, value in plain_attributes(self._loop.module).items():
             if value != self._initial.get(name, value if name in self._initial else None):
                 found[f"attribute.{name}"] = value
-        return found | {f"plateau.{name}": value for name, value in self._plateau.state_dict().items()}
+        found |= {f"validated.{name}": float(v) for name, v in self.driver.trainer.callback_metrics.items() if "/" not in name}
+        return found | {f"rates.{name}": value for name, value in self.driver.rates.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        of_plateau: dict[str, Any] = {}
+        of_rates, validated = dict[str, Any](), dict[str, float]()
         for key, value in state.items():
             kind, _, name = key.partition(".")
-            if kind == "plateau":
-                of_plateau[name] = value
+            if kind == "rates":
+                of_rates[name] = value
+            elif kind == "validated":
+                validated[name] = value
             elif kind == "attribute":
                 setattr(self._loop.module, name, value)
             elif not dist.is_initialized() or dist.get_rank() == 0:
                 metric, _, attribute = name.rpartition(".")
                 is_list = isinstance(self._metrics[metric]._defaults.get(attribute), list)
                 setattr(self._metrics[metric], attribute, [value] if is_list else value)
-        self._plateau.load_state_dict(of_plateau)
+        self.driver.rates.load_state_dict(of_rates)
+        self._show(validated)
 
     def _call(self, loop: Loop, *hooks: str, given: tuple[Any, ...] = (), epoch: int | None = None) -> Any:
         """Call hooks of the module. `epoch`: None is that of the last step. Return what the last hook returns."""
@@ -239,6 +304,24 @@ class Hooks:
         for hook in hooks:
             returned = module.drive(self.driver, hook, *given)
         return returned
+
+
+def prepare(driver: Driver, configured: Sequence[Configured], make: Callable[[], Any]) -> None:
+    """Give a module's methods its optimizers and schedulers."""
+    driver.rates = Rates(configured)
+    driver.turns = names_of_turns(configured) if len(configured) > 1 else [""]
+    driver.order = order_of_steps(make, len(configured))
+    driver.trainer.optimizers = optimizers_of(driver)
+
+
+def _clip(loop: Loop, value: float, kind: str) -> None:
+    """Clip the gradients that are ready by their global norm, or each of their numbers."""
+    if kind == "norm":
+        loop.engine.clip_grad_norm(value)
+        return
+    for parameter in loop.trained().values():
+        if (gradient := gradient_of(parameter)) is not None:
+            local(gradient).clamp_(-value, value)
 
 
 def _hooks(split: str, *moments: str) -> list[str]:

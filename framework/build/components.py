@@ -269,7 +269,7 @@ def completed(node: Node) -> Node:
     """Return a node as its target completes it, with a function `completed(node, **arguments)` of its own, if it has one."""
     if (complete := getattr(locate(node["_target_"]), "completed", None)) is None:
         return node
-    bound: Any = component(node)
+    bound: Any = component({name: value for name, value in node.items() if name not in ("turns", "groups")})
     return complete(node, **bound.keywords)  # type: ignore[no-any-return]
 
 

@@ -307,9 +307,72 @@ class MeanOverTokens(LanguageModel):
         return F.cross_entropy(self(tokens).flatten(0, 1), following.flatten(), ignore_index=3)
 
 
-class OwnStep(LanguageModel):
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
+class OwnBackward(LanguageModel):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Schedules(Teacher):
+    """A warm-up in its optimizer_step, a scheduler that it steps by the epoch, clipping that starts late, steps left out."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx == 2:
+            optimizer_closure()
+            return
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 4:
+            for group in optimizer.param_groups:
+                group["lr"] = (self.trainer.global_step + 1) / 4 * 0.1
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.current_epoch == 0:
+            scheduler.step()
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        kind, value = ("norm", 0.2) if self.current_epoch == 0 else ("value", 0.02)
+        self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
+
+
+class Wasserstein(GAN):
+    """The discriminator first, the second optimizer; rates, clipping and schedulers by hand; nothing to validate."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        g, d = self.optimizers()  # type: ignore[misc]
+        of_g, of_d = self.lr_schedulers()  # type: ignore[misc]
+        fake = self.generator(torch.randn(len(real), 4).type_as(real))
+        d_loss = self.discriminator(fake.detach()).mean() - self.discriminator(real).mean()
+        self.log("d_loss", d_loss)
+        with d.toggle_model():
+            d.zero_grad()
+            self.manual_backward(d_loss)
+            self.clip_gradients(d, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            d.step()
+        of_d.step()
+        g_loss = -self.discriminator(fake).mean()
+        self.log("g_loss", g_loss)
+        self.toggle_optimizer(g)
+        g.zero_grad()
+        self.manual_backward(g_loss)
+        for group in g.param_groups:
+            group["lr"] *= 0.9
+        g.step()
+        self.untoggle_optimizer(g)
+        if self.trainer.is_last_batch:
+            assert isinstance(of_g, torch.optim.lr_scheduler.ExponentialLR)
+            of_g.step()
+
+    def validation_step(self, batch: Any) -> None:
+        pass
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        (g, d), _ = super().configure_optimizers()
+        return [g, d], [
+            torch.optim.lr_scheduler.ExponentialLR(g, 0.5),
+            torch.optim.lr_scheduler.OneCycleLR(d, 0.01, total_steps=20),
+        ]
 
 
 class DiscriminatorFirst(GAN):

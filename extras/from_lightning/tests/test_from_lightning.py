@@ -38,6 +38,8 @@ CASES: dict[str, list[str]] = {
     "Teacher": [],
     "Alone": [],
     "Habits": [],
+    "Schedules": [],
+    "Wasserstein": [],
 }
 
 
@@ -121,6 +123,8 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "Teacher": modules.Teacher,
     "Alone": modules.Alone,
     "Habits": modules.Habits,
+    "Schedules": modules.Schedules,
+    "Wasserstein": modules.Wasserstein,
 }
 
 
@@ -143,7 +147,7 @@ def test_it_computes_what_lightning_does(name: str, monkeypatch: pytest.MonkeyPa
         assert rows[4]["seen"] == pytest.approx(losses[5]["seen"], rel=1e-6)
     (last,) = (row for row in exact_rows(ended) if row["split"] == "val" and row["step"] == STEPS)
     common = {own: value for name, value in evaluated.items() if (own := name.removeprefix("val/")) in last}
-    assert common or name in ("VAE", "Alone"), evaluated  # it returns its loss, and logs nothing
+    assert common or name in ("VAE", "Alone", "Wasserstein"), evaluated  # it returns its loss, and logs nothing
     for column, value in common.items():
         assert last[column] == pytest.approx(value, rel=1e-6), (last, evaluated)
     for parameter, value in made.state_dict().items():
@@ -162,9 +166,9 @@ def test_a_scheduler_that_follows_a_metric_does_what_it_does_under_lightning(tmp
     assert_same_bits(finished(*line("Classifier"), *own, "checkpoint.every=6", root=tmp_path), ended)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "strategy"), [
-    ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
+    ("Wasserstein", "fsdp"), ("Schedules", "ddp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
     ("Classifier", "ddp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
 ])  # fmt: skip
 def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_path: Path) -> None:
@@ -212,8 +216,8 @@ def test_a_mean_that_is_not_one_over_the_samples_is_named_with_its_line(tmp_path
 
 
 def test_a_hook_that_is_not_called_is_refused() -> None:
-    own = [*RUN, f"task.module._target_={HERE}.OwnStep", "dataset.module.kind=tokens"]
-    assert "OwnStep overrides optimizer_step, which this framework does not call" in refused(*own)
+    own = [*RUN, f"task.module._target_={HERE}.OwnBackward", "dataset.module.kind=tokens"]
+    assert "OwnBackward overrides backward, which this framework does not call" in refused(*own)
 
 
 def test_adopt_writes_options_for_a_module_and_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
