@@ -23,7 +23,7 @@ CALLED = {  # the hooks that are called, of all that a LightningModule can have
     "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_test_start", "on_test_end", "on_test_epoch_start", "on_test_epoch_end", "on_after_backward",
     "on_after_batch_transfer", "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step", "on_before_zero_grad",
-    "optimizer_step", "configure_gradient_clipping", "lr_scheduler_step",
+    "optimizer_step", "configure_gradient_clipping", "lr_scheduler_step", "on_save_checkpoint", "on_load_checkpoint",
 }  # fmt: skip
 NOT_NEEDED = {"forward", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
               "on_predict_start", "on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown",

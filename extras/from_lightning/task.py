@@ -273,17 +273,24 @@ class Hooks:
         for name, value in plain_attributes(self._loop.module).items():
             if value != self._initial.get(name, value if name in self._initial else None):
                 found[f"attribute.{name}"] = value
+        if has_own(self._loop.module, "on_save_checkpoint"):
+            checkpoint = self._checkpoint()
+            known = {*checkpoint}
+            self._call(self._loop, "on_save_checkpoint", given=(checkpoint,))
+            found |= {f"checkpoint.{name}": value for name, value in checkpoint.items() if name not in known}
         found |= {f"validated.{name}": float(v) for name, v in self.driver.trainer.callback_metrics.items() if "/" not in name}
         return found | {f"rates.{name}": value for name, value in self.driver.rates.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        of_rates, validated = dict[str, Any](), dict[str, float]()
+        of_rates, validated, checkpoint = dict[str, Any](), dict[str, float](), self._checkpoint()
         for key, value in state.items():
             kind, _, name = key.partition(".")
             if kind == "rates":
                 of_rates[name] = value
             elif kind == "validated":
                 validated[name] = value
+            elif kind == "checkpoint":
+                checkpoint[name] = value
             elif kind == "attribute":
                 setattr(self._loop.module, name, value)
             elif not dist.is_initialized() or dist.get_rank() == 0:
@@ -292,6 +299,17 @@ class Hooks:
                 setattr(self._metrics[metric], attribute, [value] if is_list else value)
         self.driver.rates.load_state_dict(of_rates)
         self._show(validated)
+        if has_own(self._loop.module, "on_load_checkpoint"):
+            self._call(self._loop, "on_load_checkpoint", given=(checkpoint,))
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """Return what a module finds in a checkpoint of Lightning; this framework saves the weights itself."""
+        trainer = self.driver.trainer
+        return {
+            "state_dict": self._loop.module.state_dict(),
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+        }
 
     def _call(self, loop: Loop, *hooks: str, given: tuple[Any, ...] = (), epoch: int | None = None) -> Any:
         """Call hooks of the module. `epoch`: None is that of the last step. Return what the last hook returns."""

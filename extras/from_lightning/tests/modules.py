@@ -313,10 +313,21 @@ class OwnBackward(LanguageModel):
 
 
 class Schedules(Teacher):
-    """A warm-up in its optimizer_step, a scheduler that it steps by the epoch, clipping that starts late, steps left out."""
+    """A warm-up in its optimizer_step, a scheduler that it steps by the epoch, steps left out, clipping that depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out: list[int] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["left_out"] = self.left_out
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.left_out = checkpoint["left_out"]
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx == 2:
+            self.left_out.append(epoch)
             optimizer_closure()
             return
         optimizer.step(closure=optimizer_closure)
@@ -329,7 +340,7 @@ class Schedules(Teacher):
             scheduler.step()
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        kind, value = ("norm", 0.2) if self.current_epoch == 0 else ("value", 0.02)
+        kind, value = ("norm", 0.2 / (1 + len(self.left_out))) if self.current_epoch == 0 else ("value", 0.02)
         self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
 
 

@@ -196,6 +196,14 @@ def test_a_prediction_is_what_the_predict_step_returns_or_without_one_the_forwar
     torch.testing.assert_close(written.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_a_module_that_steps_two_optimizers_is_evaluated(tmp_path: Path) -> None:
+    trained = finished(*line("Wasserstein"), "trainer.max_epochs=1", root=tmp_path)
+    (row,) = (row for row in exact_rows(trained) if row["split"] == "val")
+    done = command("mode=eval", f"run.dir={trained.directory}", "eval.split=val", root=tmp_path / "eval")
+    assert done.code == 0 and f"{row['loss']:.6g}" in done.output, done.output
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
