@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from framework.data.map_style import MapStyle
+import numpy as np
+
+from framework.data.map_style import MapStyle, has_index
 from framework.data.source import SPLITS, NotNegative, Source, Split
+from framework.data.stream import Stream
+from framework.randomness import key, seeded
 from framework.runtime.exits import Unfit
 
 _HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch_to_device", "state_dict", "load_state_dict")
@@ -17,12 +21,15 @@ class DataModule:
     """The datasets and collate functions of the loaders of a LightningDataModule. Without a loader of its own, test has the
     samples of val, and val a share of train. The further loaders of a val_dataloader are the splits val.1, val.2, ...
 
-    The run chooses the order and the number of workers. Its global batch has the size of the loader's batches.
+    The run chooses the order and the number of workers. Its global batch has the size of the loader's batches. An
+    IterableDataset is a stream, in its own order; `length` are the samples of its splits.
     """
 
     module: Callable[[], Any]
     global_batch_size: NotNegative
     drop_last: bool
+    sampler: str | None = None  # the target of the run's sampler
+    length: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, int] = field(default_factory=dict)
     num_workers: NotNegative = 0
 
@@ -64,7 +71,12 @@ class DataModule:
         makes: dict[Any, Any] = {name: partial(self._dataset, name, number) for name in own}
         if "val" in own:
             makes.setdefault("test", makes["val"])
-        return MapStyle(**makes, collate=partial(_whole_batch, loader.collate_fn)).load(split)
+        collate = partial(_whole_batch, loader.collate_fn)
+        if not has_index(loader.dataset):
+            return Stream(**makes, length=self.length, collate=collate).load(split)
+        source = MapStyle(**makes, collate=collate).load(split)
+        source.own_sampler = lambda: self._loader("train", 0).sampler  # type: ignore[attr-defined]
+        return source
 
     def transform(self, inputs: Any, targets: Any, *, keys: Any) -> tuple[Any, Any]:
         return inputs, targets
@@ -76,22 +88,39 @@ class DataModule:
         return self._loader(split, number).dataset
 
     def _loader(self, split: Split, number: int) -> Any:
-        loaders, key = _loaders(self.made, split), f"dataset.module: {split}_dataloader"
+        loaders, name = _loaders(self.made, split), f"dataset.module: {split}_dataloader"
         if len(loaders) != 1 and (split != "val" or not loaders):
-            raise ValueError(f"{key} returns {len(loaders)} loaders (one; only val_dataloader may return several)")
+            raise ValueError(f"{name} returns {len(loaders)} loaders (one; only val_dataloader may return several)")
         loader = loaders[number]
         if not hasattr(loader, "collate_fn"):
-            raise ValueError(f"{key} returns a {type(loader).__name__} (a torch.utils.data.DataLoader)")
+            raise ValueError(f"{name} returns a {type(loader).__name__} (a torch.utils.data.DataLoader)")
         if split == "train" and loader.batch_size != self.global_batch_size:
             what = f"its batches have {loader.batch_size} samples, and those of the run {self.global_batch_size}"
-            raise ValueError(f"{key}: {what} (global_batch_size={loader.batch_size or 'N'})")
-        if type(loader.sampler).__name__ not in ("RandomSampler", "SequentialSampler"):
-            remedy = "sampler=..." if split == "train" else "a torch.utils.data.Subset as the loader's dataset"
-            raise ValueError(f"{key}: has a {type(loader.sampler).__name__}, but the run orders its samples ({remedy})")
+            raise ValueError(f"{name}: {what} (global_batch_size={loader.batch_size or 'N'})")
+        is_ordered = type(loader.sampler).__name__ in ("RandomSampler", "SequentialSampler") or not has_index(loader.dataset)
+        if not is_ordered and (split != "train" or self.sampler is None):
+            remedy = "sampler=lightning" if split == "train" else "a torch.utils.data.Subset as the loader's dataset"
+            raise ValueError(f"{name}: has a {type(loader.sampler).__name__}, but the run orders its samples ({remedy})")
         if loader.drop_last and (split != "train" or not self.drop_last):
             remedy = "drop_last=true" if split == "train" else "without it: an evaluation counts each sample"
-            raise ValueError(f"{key}: drops its last batch, but the run does not ({remedy})")
+            raise ValueError(f"{name}: drops its last batch, but the run does not ({remedy})")
         return loader
+
+
+class LoaderSampler:
+    """A sampler of the run: that of a LightningDataModule's train_dataloader, with draws that depend on the epoch."""
+
+    def epoch(self, epoch: int, *, source: Any, seed: int) -> np.ndarray:
+        if (make := getattr(source, "own_sampler", None)) is None:
+            raise ValueError("sampler: the samples are not those of a train_dataloader (dataset=lightning, without folds)")
+        draws = key(seed, "loader", epoch)
+        with seeded(draws):
+            sampler = make()
+            if getattr(sampler, "generator", None) is not None:
+                sampler.generator.manual_seed(draws)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            return np.asarray([*sampler])
 
 
 def _loaders(made: Any, split: Split) -> list[Any]:

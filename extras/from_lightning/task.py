@@ -242,7 +242,7 @@ class Hooks:
         self._validated = {**row, **of_set, **(self._validated if split != "val" else {})}
         if split == self.driver.validations[-1]:
             numbers = {name: value for name, value in self._validated.items() if isinstance(value, (int, float))}
-            self._show(numbers)
+            self._show(loop.gather(numbers)[0])
             if loop.module.automatic_optimization:
                 self.driver.rates.evaluated(self._validated, step=self._step_scheduler)
             self.driver.rates.flush()

@@ -18,6 +18,7 @@ from types import FrameType
 import torch
 
 from framework.build.training import Builder
+from framework.config.folders import EXTRAS, ROOT
 from framework.data.source import Source
 from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
@@ -28,7 +29,7 @@ from framework.runtime.environment import Environment
 from framework.runtime.exits import DiskFailed, RunEnded, error_text, exits_as_errors, place_of
 from framework.runtime.forks import Idleness, begin_child
 
-_NOT_THE_MODELS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # folders of code
+_NOT_THE_MODELS = (Path(torch.__file__).parent, ROOT / "framework", EXTRAS)  # folders of code
 _ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
            "all_to_all_single", "barrier", "get_world_size", "get_rank")  # fmt: skip
 _IDLE_S = 8.0  # all processes wait for each other, and none uses the CPU
@@ -163,5 +164,6 @@ def _note_asking(seen: Seen, frame: FrameType, event: str, _: object) -> None:
     caller = frame.f_back
     if caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # a wrapper of torch's
         caller = caller.f_back
-    if caller is not None and not any(map(Path(caller.f_code.co_filename).is_relative_to, _NOT_THE_MODELS)):
+    file = Path(caller.f_code.co_filename) if caller is not None else _NOT_THE_MODELS[0]
+    if caller is not None and not any(map(file.is_relative_to, _NOT_THE_MODELS)) and "torchmetrics" not in file.parts:
         seen.asks = f"{frame.f_code.co_name} at {caller.f_code.co_filename}:{caller.f_lineno}"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler, get_worker_info
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -37,6 +37,32 @@ class Data(L.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.held_out, batch_size=self.hparams["batch_size"])
+
+
+class Weighted(Data):
+    """Samples are drawn with replacement, those of class 0 never, by the loader's own sampler."""
+
+    def train_dataloader(self) -> Any:
+        weights = (self.fit.tensors[1] > 0).double()
+        sampler = WeightedRandomSampler(weights.tolist(), 48, generator=torch.Generator().manual_seed(1))
+        return DataLoader(self.fit, batch_size=self.hparams["batch_size"], sampler=sampler)
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        step, start = (worker.num_workers, worker.id) if worker is not None else (1, 0)
+        return iter([self.samples[number] for number in range(start, len(self.samples), step)])
+
+
+class Streams(Data):
+    """A stream to train, and samples with an index to validate."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Streamed(self.fit), batch_size=self.hparams["batch_size"])
 
 
 class Classifier(L.LightningModule):

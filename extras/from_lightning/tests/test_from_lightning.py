@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from extras.adopt import __main__ as adopt
-from extras.from_lightning.data import DataModule
+from extras.from_lightning.data import DataModule, LoaderSampler
 from extras.from_lightning.optimizers import configured_by
 from extras.from_lightning.tests import modules
 from framework.data.order import Order
@@ -282,6 +283,27 @@ def test_a_loader_that_the_run_would_change_is_refused(make: Callable[[], Any], 
     with pytest.raises(ValueError, match=re.escape(says)):
         DataModule(module=make, global_batch_size=SIZE, drop_last=False).load(split)
     assert len(DataModule(module=lambda: Loaders(""), global_batch_size=SIZE, drop_last=False).load(split)) > 3
+
+
+def test_a_sampler_of_the_loader_s_own_draws_by_the_seed_and_the_epoch() -> None:
+    kind: Any = {"module": modules.Weighted, "global_batch_size": SIZE, "drop_last": False}
+    with pytest.raises(
+        ValueError, match=re.escape("has a WeightedRandomSampler, but the run orders its samples (sampler=lightning)")
+    ):
+        DataModule(**kind).load("train")
+    source = DataModule(**kind, sampler="of the run").load("train")
+    draw = partial(LoaderSampler().epoch, source=source)
+    first, again, other, next_one = draw(0, seed=1), draw(0, seed=1), draw(0, seed=2), draw(1, seed=1)
+    assert len(first) == 48 and (source.gather(first)[1] > 0).all()
+    assert (first == again).all() and (first != other).any() and (first != next_one).any()
+
+
+def test_an_iterable_dataset_of_a_loader_is_a_stream(tmp_path: Path) -> None:
+    own = [f"task.module._target_={HERE}.Classifier", *CASES["Classifier"], f"dataset.module._target_={HERE}.Streams"]
+    short = [*RUN, *own, "dataset.length={train: 72}", "micro_batch_size=3", "checkpoint.every=3"]
+    two = [*short, "parallel=ddp", "launch.nproc_per_node=2", "launch.max_restarts=0"]
+    assert command(*two, root=tmp_path, before=after_step(8, crash)).code != 0
+    assert_close(finished(*two, root=tmp_path), once(*short))
 
 
 class TwoSchedules(modules.Teacher):
