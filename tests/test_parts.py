@@ -268,14 +268,18 @@ def test_one_rank_that_stops_ends_the_run_on_all(tmp_path: Path) -> None:
     assert ended.summary["step"] == 4 and "rank 0 has seen enough" in ended.output, ended.output
 
 
-@pytest.mark.parametrize(("act", "what"), [("rate in row", "lr_share"), ("stop in row", r"stop\(\)")])
-def test_a_part_of_a_task_that_acts_when_a_row_is_due_is_refused(act: str, what: str, tmp_path: Path) -> None:
+ONLY_READS = r"row\(\) of a task's or a strategy's part only reads"
+
+
+@pytest.mark.parametrize(("act", "says"), [
+    ("rate in row", rf"lr_share: {ONLY_READS}"), ("stop in row", rf"stop\(\): {ONLY_READS}"),
+    ("write in row", r"row\(\) writes into the weights"),
+])  # fmt: skip
+def test_a_part_of_a_task_that_acts_when_a_row_is_due_is_refused(act: str, says: str, tmp_path: Path) -> None:
     """The rows of a run with such a task are not part of its id: its result would depend on trainer.log_every."""
     acting = [*MODELS["cnn with BatchNorm"], "task._target_=tests.own_parts.ActingTask", f"+task.act={act}"]
     ended = command(*RUN, *acting, "trainer.log_every=2", "rehearse=false", root=tmp_path / "runs")
-    assert ended.code != 0 and re.search(rf"{what}: row\(\) of a task's or a strategy's part only reads", ended.output), (
-        ended.output
-    )
+    assert ended.code != 0 and re.search(says, ended.output), ended.output
 
 
 def test_one_rank_on_which_a_part_of_a_task_stops_ends_the_run_on_all(tmp_path: Path) -> None:

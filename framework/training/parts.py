@@ -14,6 +14,7 @@ from framework.engine.sums import Sums
 from framework.modules.structure import in_eval_mode
 from framework.randomness import key, seed_generators
 from framework.runtime.exits import Unfit
+from framework.runtime.torch_internals import version_of
 from framework.training.loop_view import Loop
 
 MOMENTS = ("begun", "step_begun", "gradients_ready", "step_taken", "row", "evaluating", "evaluated", "saving", "ended")
@@ -109,9 +110,15 @@ class LoopParts:
         returned = []
         for name, call in self._at["row"]:
             self.loop._only_reads = ":" in name  # it is not one of `part`, with which trainer.log_every is part of the run's id
+            before = self._versions()
             returned.append(self._call("row", name, call))
+            if self.loop._only_reads and self._versions() != before:
+                raise Unfit(f"part.{name}: row() writes into the weights (write in step_taken(), in every step)")
         self.loop._only_reads = False
         return self._columns("row", returned)
+
+    def _versions(self) -> list[int]:
+        return [version_of(parameter) for parameter in nn.Module.parameters(self.loop.module)]
 
     def _columns(self, moment: str, returned: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
         """Return what the parts have returned at a moment as columns. Unfit if a value is not a number."""
