@@ -46,7 +46,9 @@ def configured_by(module: Make, **known: Any) -> list[Configured]:
             scheduler is not None and not has_own_step and _takes_metric(scheduler)
         )
         follows = entry.get("monitor", "") if takes_metric and is_automatic else None
-        configured.append(Configured(optimizer, names, scheduler, interval, entry.get("frequency", 1), follows, steps_itself))
+        frequency = entry.get("frequency", 1)
+        by_batch = interval == "step" and frequency > 1  # Lightning counts the batches of each epoch
+        configured.append(Configured(optimizer, names, scheduler, interval, frequency, follows, steps_itself or by_batch))
     return configured
 
 
@@ -161,7 +163,7 @@ class _Followed:
     """A scheduler of another optimizer, whose options the optimizer follows."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, configured: Configured) -> None:
-        self._optimizer, self._configured, self._calls = optimizer, configured, 0
+        self._optimizer, self._configured, self._calls = optimizer, configured, 0  # `_calls`: at the ends of epochs
         if configured.is_function_of_steps:
             self._follow()
 

@@ -20,7 +20,7 @@ class Configured(NamedTuple):
     interval: str  # epoch or step: when the scheduler steps
     frequency: int  # and after how many of these
     monitor: str | None  # the column that the scheduler follows; None: it follows none
-    steps_itself: bool  # the module steps its schedulers, or sets rates in its own optimizer_step
+    steps_itself: bool  # the module steps its scheduler or sets its rates, or batches of each epoch count
 
     @property
     def is_function_of_steps(self) -> bool:

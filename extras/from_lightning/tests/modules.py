@@ -287,6 +287,14 @@ class Teacher(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
 
 
+class EveryOther(Teacher):
+    """A scheduler that steps after every second batch of an epoch."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), (scheduler,) = super().configure_optimizers()
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+
+
 adam = partial(torch.optim.Adam, lr=1e-2)
 plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.1, patience=0, threshold=0.3)
 

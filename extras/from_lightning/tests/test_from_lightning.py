@@ -40,6 +40,7 @@ CASES: dict[str, list[str]] = {
     "Alone": [],
     "Habits": [],
     "Schedules": [],
+    "EveryOther": [],
     "Wasserstein": [],
 }
 
@@ -125,6 +126,7 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "Alone": modules.Alone,
     "Habits": modules.Habits,
     "Schedules": modules.Schedules,
+    "EveryOther": modules.EveryOther,
     "Wasserstein": modules.Wasserstein,
 }
 
