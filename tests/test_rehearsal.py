@@ -122,6 +122,7 @@ FOUND = {
     "a metric with a memory": ([*RUN, "model=mlp", "metric=f1", "metric.f1._target_=tests.own_metrics.Best"], "metric.f1: restored from a checkpoint, an evaluation gives a different f1 ... reset() ..."),
     "a view, channels last": ([*model("Viewing"), "trainer.channels_last=true"], "model: ... view size ... trainer.channels_last=false ... `reshape`"),
     "channels first": (model("ChannelsLast"), "model: ... AssertionError"),
+    "a kernel for the run's own precision": ([*model("OnlyWholeIn16Bits"), "precision=bf16", "parallel=tensor", TWO], "parallel: a step in bf16 on 2 processes fails: ... plain tensors ... (parallel=ddp)"),
     "a wrong plan": ([*model("WrongPlan"), "parallel=tensor", TWO], "parallel: ..."),
     "statistics behind the blocks": ([*model("Statistics"), "parallel=pipeline", TWO, "micro_batch_size=4"], "parallel: 2 processes compute different results ... after two steps: the buffer mean differs by ..."),
     "a split that draws without a seed": (users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit, own: true}"), "dataset: its val split has other samples each time it is loaded ... draw from torch"),
