@@ -18,7 +18,7 @@ SMALL = ["precision=fp64", "trainer.max_epochs=null", "trainer.max_steps=4", "tr
 EXAMPLES: dict[str, list[str]] = {
     "gan": [], "simclr": [], "distillation": [], "self_distillation": [], "policy_gradient": ["task.longest=6"],
     "segmentation": [], "lora_gpt2": [], "streamed_lm": [], "remote_embedding": ["trainer.limit_batches=2"],
-    "lightning_module": ["task.module.width=8"],
+    "lightning_module": ["task.module.width=8"], "carried_state": ["model.dim=8"],
 }  # fmt: skip
 PROCESSES = {
     "one": [],
