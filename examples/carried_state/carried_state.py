@@ -52,7 +52,7 @@ class Recurrent(nn.Module):
 
 
 class Carried(nn.Module):
-    """The task. The state of all texts is a buffer of the task, so it is in the checkpoints. Evaluations begin without a state."""
+    """The task. The state of all texts is a buffer of it, so it is in the checkpoints. Evaluations begin without a state."""
 
     state: Tensor
 
