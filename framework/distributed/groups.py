@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted, RunEnded
+from framework.runtime.forks import comes_true
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 
@@ -76,11 +77,8 @@ class Groups:
         except Interrupted:
             raise
         except RunEnded as end:
-            until, count = time.monotonic() + _TO_END_S, self._store.add("ended", 1)
-            while count < self.world_size and time.monotonic() < until:
-                time.sleep(0.05)
-                count = self._store.add("ended", 0)
-            if count < self.world_size:
+            self._store.add("ended", 1)
+            if not comes_true(lambda: self._store.add("ended", 0) >= self.world_size, within_s=_TO_END_S):
                 raise RuntimeError(str(end)) from end
             raise
 

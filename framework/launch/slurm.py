@@ -201,7 +201,8 @@ def _not_code(folder: str, names: list[str]) -> list[str]:
 def take_node(path: str, digest: str) -> int:
     """Be one node of the job, as the job's task, with the configuration frozen at `path`. Return the exit code."""
     from framework.launch.elastic.agent import take_part  # imports torch, which a submission does not need
-    from framework.launch.elastic.meeting import StoreLost, comes_true, meeting_folder
+    from framework.launch.elastic.meeting import StoreLost, meeting_folder
+    from framework.runtime.forks import comes_true
 
     task = SlurmTask.read()
     log.start_console(rank=task.node)

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, digest_of
-from framework.launch.claim import ClaimedRun
+from framework.config.modes import MODES
+from framework.config.schema import RunConfig
+from framework.launch.claim import ClaimedRun, claim, is_finished
 from framework.launch.decision import PATIENCE, print_problems, publish, rank_0_works, received, store_of
 from framework.runs.directory import RunDirectory
+from framework.runtime import log
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, Interrupted, headline, is_lost_peer
 from framework.runtime.log import LOGGER
@@ -62,6 +66,35 @@ def carry_out(frozen: FrozenConfig, *, begun: ClaimedRun | None, scratch: Path |
 
     with nullcontext(int) if begun is None else begun.mirrored() as settle:
         return settle(work(frozen, scratch))
+
+
+def join_round(config: RunConfig, folder: Path, scratch: Path) -> int:
+    """Do one worker's part of a round of an elastic run, whose nodes share `folder`. Return the exit code.
+
+    All ranks use the configuration of rank 0, which alone claims the directory. `scratch` is this node's folder.
+    """
+    from framework.launch.failures import record_failure  # imports torch
+
+    environment = Environment.read()
+    log.start_console(rank=environment.rank)
+    try:
+        begun, taken = agree(partial(_claim_for_round, config, folder), environment=environment)
+    except Exception as error:
+        record_failure(error, environment=environment, scratch=scratch)
+        raise
+    return carry_out(taken, begun=begun, scratch=scratch) if isinstance(taken, FrozenConfig) else taken
+
+
+def _claim_for_round(config: RunConfig, folder: Path) -> ClaimedRun | int:
+    """Claim the directory. This process keeps the lock until it ends. Return an exit code if nothing is left to do."""
+    began = folder / "began"
+    config = config.begun() if began.exists() else config
+    if MODES[config.mode].about == "run" and is_finished(config.run, targets=config.targets()):
+        return Exit.FINISHED
+    run = claim(config, party="elastic")
+    if isinstance(run, ClaimedRun):
+        began.touch()
+    return run
 
 
 _SEVERAL = Problem("srun", "its tasks have different commands, but are the processes of one run",

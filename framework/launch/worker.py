@@ -160,7 +160,7 @@ def prepare(*targets: str) -> None:
 class Agent(ElasticAgent):
     """Torch elastic's agent. It ends the workers when they have found that one of them hangs.
 
-    Each worker calls `work` with `arguments`. `scratch` is this node's folder, `directory` the run's.
+    Each worker calls `work` with `arguments` and `scratch`, this node's folder. `directory` is the run's.
     """
 
     _TO_NOTICE_S = 3.0  # a rank after its time-out finds the hang itself
@@ -174,7 +174,7 @@ class Agent(ElasticAgent):
             role="worker",
             local_world_size=launch.num_processes,
             entrypoint=_work_in_child,
-            args=(work, *arguments),
+            args=(work, *arguments, scratch),
             rdzv_handler=self.place,
             max_restarts=launch.max_restarts,
         )
@@ -265,7 +265,7 @@ def start_workers(run: ClaimedRun) -> int:
             return report(failure, directory)
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     with new_folder(directory.path) as scratch:
-        agent = _LocalAgent(config.launch, config.run.id, work, run.frozen, scratch, scratch=scratch, directory=directory)
+        agent = _LocalAgent(config.launch, config.run.id, work, run.frozen, scratch=scratch, directory=directory)
         result = in_new_thread(agent.run)
     if agent.verdict:
         return report(agent.verdict, directory)

@@ -52,6 +52,14 @@ def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
 # --- processes that do nothing
 
 
+def comes_true(condition: Callable[[], object], *, within_s: float) -> bool:
+    """Return whether a condition becomes true in this time. Wait for it."""
+    until = time.monotonic() + within_s
+    while not (is_true := bool(condition())) and time.monotonic() < until:
+        time.sleep(0.05)
+    return is_true
+
+
 Use = dict[int, tuple[float, float]]  # of each thread: its seconds on a CPU, and the seconds that it has waited for one
 
 

@@ -6,14 +6,14 @@ import signal
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
-from framework.runtime.forks import Idleness, busy_s, cpu_use, status_of
+from framework.runtime.forks import Idleness, busy_s, comes_true, cpu_use, status_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -88,7 +88,7 @@ def is_of_others(verdict: str) -> bool:
     return verdict.startswith(_OF_OTHERS)
 
 
-_TO_REPORT_S = 1.5  # from the first rank that times out to the last waiting rank that times out
+_REPORT_S = 1.5  # from the first rank that times out to the last waiting rank that times out
 _TO_DUMP_S = 1.5
 _TO_LOSE_S = 2.0  # from a broken connection to the end of the process at the other end
 _LATE_S = 0.5
@@ -108,7 +108,7 @@ def settle(board: OwnBoard, *, timeout_s: float, spans_nodes: bool) -> str:
     """
     if board.mine.state is RankState.LOST_PEER:
         # gloo closes the connections of a rank that has timed out: find out if it was a time-out or the end of the peer
-        _wait(lambda: _has_ended(board) or _has_timed_out(board), at_most_s=_TO_LOSE_S)
+        comes_true(lambda: _has_ended(board) or _has_timed_out(board), within_s=_TO_LOSE_S)
     is_part = board.mine.state is RankState.TIMED_OUT or (board.mine.state is RankState.LOST_PEER and _has_timed_out(board))
     return look(board, timeout_s=timeout_s, spans_nodes=spans_nodes) if is_part else ""
 
@@ -157,7 +157,7 @@ def _is_stopped(slot: RankSlot) -> bool:
 def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> None:
     """Find the rank that hangs, log it and post the verdict; do nothing if a rank has ended: then no rank hangs."""
     started_at, used = time.monotonic(), {slot.local_rank: cpu_use(slot.pid) for slot in board.others()}
-    _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
+    comes_true(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), within_s=_REPORT_S)
     if _has_ended(board):
         return
     gave_up = [slot.since for slot in board.everyone() if slot.state is RankState.TIMED_OUT]
@@ -205,9 +205,3 @@ def _dump(slots: list[RankSlot], board: Board) -> None:
             return
         before = now
         time.sleep(_SETTLED_S)
-
-
-def _wait(condition: Callable[[], bool], *, at_most_s: float) -> None:
-    deadline = time.monotonic() + at_most_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)

@@ -13,17 +13,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from framework.config.modes import MODES, folder_of
 from framework.config.schema import RunConfig
 from framework.distributed.hang.diagnose import is_of_others
-from framework.launch.elastic.entry import RoundEntry
-from framework.launch.elastic.meeting import SILENT_S, Meeting, StoreLost, comes_true, meeting_folder
+from framework.launch.elastic.meeting import SILENT_S, Meeting, StoreLost, meeting_folder
 from framework.launch.failures import Failure, cause, recorded_failures, report, starts_again
 from framework.launch.network import Network
 from framework.launch.scratch import new_folder, remove_scratch
+from framework.launch.torchrun import join_round
 from framework.launch.worker import Agent, prepare
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import node_name, variables
 from framework.runtime.exits import Exit, RunEnded
+from framework.runtime.forks import comes_true
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
@@ -58,8 +59,7 @@ def take_part(config: RunConfig, *, attempt: list[int] | None = None, is_first: 
             return Exit.CONFIGURATION
         remove_scratch(directory.path)
         with new_folder(directory.path) as scratch:
-            entry = RoundEntry(config, meeting.folder)
-            agent = _Agent(launch, config.run.id, entry.join, scratch, scratch=scratch, directory=directory)
+            agent = _Agent(launch, config.run.id, join_round, config, meeting.folder, scratch=scratch, directory=directory)
             return agent.attend(meeting, network, sizes=sizes, timeout_s=launch.timeout_s)
     except StoreLost:
         if directory.read_summary().get("status") == "running":
