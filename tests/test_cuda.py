@@ -172,9 +172,7 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
         trainer.take(step)
         step = next(following)
         counted.append(seen())
-    norm = sum(
-        float(torch.linalg.vector_norm(value)) for value in gathered(state_of(trainer.engine.module), world=found).tensors
-    )
+    norm = sum(float(torch.linalg.vector_norm(value)) for value in gathered(state_of(trainer.engine.module), world=found)[1])
     found.groups.leave()
     found.agreement.barrier()
     return [str(found.device), counted[2:], norm if rank == 0 else None]
