@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit, RunEnded, Unfit, exits_as_errors
-from framework.runtime.forks import Idleness, begin_child, in_new_thread
+from framework.runtime.forks import begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
 from framework.runtime.numerics import share_cores
@@ -182,7 +182,7 @@ class Agent(ElasticAgent):
         self.verdict = ""  # the verdict, after a hang
         self.failures: list[Failure] = []
         self._scratch, self._directory, self._timeout_s = scratch, directory, launch.timeout_s
-        self._view: tuple[int, Board, Idleness] | None = None  # an attempt's board
+        self._view: Board | None = None  # of an attempt's ranks
 
     @property
     def attempt(self) -> int:
@@ -191,7 +191,8 @@ class Agent(ElasticAgent):
 
     def watch_workers(self) -> RunResult:
         result = super().watch_workers() if not self._has_hung() else None
-        if result is not None and result.state == WorkerState.HEALTHY and self._stand_still():
+        stands_still = self._board().stillness_s() > self._timeout_s + self._TO_NOTICE_S
+        if stands_still and result is not None and result.state == WorkerState.HEALTHY:
             self.look()
         if result is None or self._has_hung():
             # workers that have found the hang end soon; a worker that has not ended after a second is killed
@@ -201,33 +202,24 @@ class Agent(ElasticAgent):
 
     def look(self) -> None:
         """Find out which rank of this node hangs, if its ranks cannot, or if the ranks of another node wait for them."""
-        if (board := self._board()) is not None:
-            with log.log_file(self._directory.log):
-                hang.look(board, timeout_s=self._timeout_s, spans_nodes=self.place.world_size > 1)
+        with log.log_file(self._directory.log):
+            hang.look(self._board(), timeout_s=self._timeout_s, spans_nodes=self.place.world_size > 1)
 
-    def _board(self) -> Board | None:
-        """Return the board of this attempt, or None if no rank has made it yet."""
-        if self._view is None or self._view[0] != self.attempt:
-            first, path = self.workers.workers[0].global_rank, board_in(self._scratch, attempt=self.attempt)
-            with suppress(FileNotFoundError):
-                board = Board(path, first_rank=first, num_local=len(self.workers.workers))
-                self._view = self.attempt, board, Idleness(counts_reads=False)
-        return self._view[1] if self._view is not None and self._view[0] == self.attempt else None
-
-    def _stand_still(self) -> bool:
-        """Return whether all ranks have done nothing for longer than the time-out for waiting ranks."""
-        board = self._board()
-        if board is None or self._view is None:
-            return False
-        return hang.stillness_s(board, self._view[2]) > self._timeout_s + self._TO_NOTICE_S
+    def _board(self) -> Board:
+        """Return the board of this attempt's ranks."""
+        path = board_in(self._scratch, attempt=self.attempt)
+        if self._view is None or self._view.path != path:
+            workers = self.workers.workers
+            self._view = Board(path, first_rank=workers[0].global_rank, num_local=len(workers))
+        return self._view
 
     @property
     def slept_s(self) -> float:
         """For how many seconds the ranks were suspended, if this has caused the verdict of a hang; else 0."""
-        return self._view[2].slept_s(timeout_s=self._timeout_s) if self._view is not None and self.verdict else 0.0
+        return self._board().idleness.slept_s(timeout_s=self._timeout_s) if self.verdict else 0.0
 
     def _has_hung(self) -> bool:
-        self.verdict = board.verdict if (board := self._board()) is not None else ""
+        self.verdict = self._board().verdict
         return bool(self.verdict)
 
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from framework.distributed.hang.board import Board, OwnBoard
-from framework.distributed.hang.diagnose import look, stillness_s
-from framework.runtime.forks import Idleness
+from framework.distributed.hang.diagnose import look
 
 _DEBUGGERS = ("/pdb.py", "/bdb.py")  # in a debugger, a person may need any amount of time
 
@@ -31,9 +30,8 @@ def watched_alone(*, timeout_s: float, on_hang: Callable[[str], None]) -> Iterat
     is_over = threading.Event()
 
     def watch() -> None:
-        idleness = Idleness(counts_reads=False)  # this thread itself reads
         while not is_over.wait(1.0):
-            if stillness_s(view, idleness) > timeout_s and not _is_debugged():
+            if view.stillness_s() > timeout_s and not _is_debugged():
                 on_hang(look(view, timeout_s=timeout_s, spans_nodes=False))
                 return
 

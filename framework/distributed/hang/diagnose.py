@@ -13,7 +13,7 @@ from typing import NamedTuple
 from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
-from framework.runtime.forks import Idleness, busy_s, comes_true, cpu_use, status_of
+from framework.runtime.forks import busy_s, comes_true, cpu_use, status_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -132,13 +132,6 @@ def kill_silent(board: Board) -> None:
         if slot.pid and not slot.has_reported:
             with suppress(ProcessLookupError):
                 os.kill(slot.pid, signal.SIGKILL)
-
-
-def stillness_s(board: Board, idleness: Idleness) -> float:
-    """Return for how many seconds all ranks of this node have done nothing: no beat, no error, no use of a CPU."""
-    slots = board.everyone()
-    latest = max(max(slot.beat_at, slot.since) for slot in slots)
-    return min(time.monotonic() - latest, idleness.lasts_s([slot.pid for slot in slots if slot.pid]))
 
 
 def _has_timed_out(board: Board) -> bool:
