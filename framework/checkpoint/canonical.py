@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from framework.checkpoint.chunks import chunks_of
 from framework.checkpoint.format import Inventory, Kinds, inventory_of, read_regions
 from framework.checkpoint.manifest import read_manifest
-from framework.checkpoint.plain_state import PlainState, restore_plain
-from framework.checkpoint.training_state import TrainingState
+from framework.checkpoint.plain_state import PlainState, TrainingState, restore_plain
 from framework.distributed.world import World
 from framework.modules.tensors import whole, whole_like
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, digest_of
@@ -75,26 +74,25 @@ def join_round(config: RunConfig, folder: Path, scratch: Path) -> int:
     """
     from framework.launch.failures import record_failure  # imports torch
 
+    def begin() -> ClaimedRun | int:
+        """Claim the directory. This process keeps the lock until it ends. Return an exit code if nothing is left to do."""
+        began = folder / "began"
+        mine = config.begun() if began.exists() else config
+        if MODES[mine.mode].about == "run" and is_finished(mine.run, targets=mine.targets()):
+            return Exit.FINISHED
+        run = claim(mine, party="elastic")
+        if isinstance(run, ClaimedRun):
+            began.touch()
+        return run
+
     environment = Environment.read()
     log.start_console(rank=environment.rank)
     try:
-        begun, taken = agree(partial(_claim_for_round, config, folder), environment=environment)
+        begun, taken = agree(begin, environment=environment)
     except Exception as error:
         record_failure(error, environment=environment, scratch=scratch)
         raise
     return carry_out(taken, begun=begun, scratch=scratch) if isinstance(taken, FrozenConfig) else taken
-
-
-def _claim_for_round(config: RunConfig, folder: Path) -> ClaimedRun | int:
-    """Claim the directory. This process keeps the lock until it ends. Return an exit code if nothing is left to do."""
-    began = folder / "began"
-    config = config.begun() if began.exists() else config
-    if MODES[config.mode].about == "run" and is_finished(config.run, targets=config.targets()):
-        return Exit.FINISHED
-    run = claim(config, party="elastic")
-    if isinstance(run, ClaimedRun):
-        began.touch()
-    return run
 
 
 _SEVERAL = Problem("srun", "its tasks have different commands, but are the processes of one run",

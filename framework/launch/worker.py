@@ -23,7 +23,6 @@ from framework.config.modes import MODES
 from framework.config.targets import locate
 from framework.distributed.devices import record_collectives, start_method
 from framework.distributed.hang import diagnose as hang
-from framework.distributed.hang.alone import watched_alone
 from framework.distributed.hang.board import Board, OwnBoard
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
@@ -109,7 +108,7 @@ def _watched(
         def end(verdict: str) -> None:
             os._exit(report(verdict, directory))  # HANG
 
-        with watched_alone(timeout_s=timeout_s, on_hang=end) as board:
+        with hang.watched_alone(timeout_s=timeout_s, on_hang=end) as board:
             yield board
         return
     with ExitStack() as ends:
@@ -155,7 +154,7 @@ def prepare(*targets: str) -> None:
     variables().setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
 
 
-class Workers:
+class WorkerGroup:
     """This node's workers, as children of this process. They are ended when it is found that one of them hangs.
 
     Each worker calls `work` with `arguments` and `scratch`, this node's folder. `directory` is the run's.
@@ -256,14 +255,14 @@ def start_workers(run: ClaimedRun) -> int:
             return report(failure, directory)
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     with new_folder(directory.path) as scratch:
-        workers = Workers(config.launch, config.run.id, work, run.frozen, scratch=scratch, directory=directory)
+        workers = WorkerGroup(config.launch, config.run.id, work, run.frozen, scratch=scratch, directory=directory)
         try:
             return in_new_thread(partial(_run, workers, directory))
         finally:
             workers.end(signal.SIGTERM)
 
 
-def _run(workers: Workers, directory: RunDirectory) -> int:
+def _run(workers: WorkerGroup, directory: RunDirectory) -> int:
     """Run the workers of one machine to their end. Return the exit code. Do not repeat a hang, or the same failure."""
     failures, most = list[Failure](), workers.launch.max_restarts
     attempt = 0

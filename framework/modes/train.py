@@ -30,7 +30,7 @@ from framework.runs.facts import result, say
 from framework.runs.metrics_file import iterate_rows, numbers_of, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, exits_as_errors, headline
-from framework.runtime.files import flush_directory, replacing
+from framework.runtime.files import flush_to_disk, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid, require_file
 from framework.runtime.preemption import PREEMPTION
@@ -219,7 +219,7 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
                     with replacing(directory.weights) as beside:
                         beside.unlink()  # write_safetensors creates its file
                         write_safetensors(beside, kinds, tensors, metadata=metadata)
-                    flush_directory(directory.path)
+                    flush_to_disk(directory.path)
             finally:
                 deque(tensors, maxlen=0)  # to the end even if nothing can be written, because the other ranks send
 

@@ -11,13 +11,15 @@ from typing import Any
 
 from framework.checkpoint import manifest
 from framework.checkpoint.manifest import MANIFEST, candidates, read_manifest
+from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
-from framework.runtime.exits import NoValidCheckpoint, RunEnded
-from framework.runtime.files import flush_directory, make_directory, replacing
+from framework.runtime.exits import Exit, NoValidCheckpoint, RunEnded
+from framework.runtime.files import flush_to_disk, make_directory, replacing
 from framework.runtime.lock import RunLocked, is_alive, process_identity
 from framework.runtime.log import LOGGER
-from framework.runtime.objects import Objects, inside
+from framework.runtime.objects import Objects, StoreFailed, fetched_once, inside, is_url
 from framework.runtime.plain import Invalid
+from framework.runtime.problem import Problem
 
 # The last file shows whether the run is finished.
 RECORDS = ("config.yaml", "provenance.json", "metrics.jsonl", "train.log", "curves.png", "model.safetensors", "summary.json")
@@ -177,7 +179,7 @@ class Mirror:
                 if target.exists():  # the checkpoint is damaged
                     manifest.discard(target)
                 os.rename(staging / name, target)
-            flush_directory(self.directory.checkpoints)
+            flush_to_disk(self.directory.checkpoints)
             self._get_records(RECORDS[-1:], there)
         finally:
             manifest.remove(staging)
@@ -244,7 +246,7 @@ def fetch_valid(objects: Objects, wanted: Iterable[str], there: Iterable[str], *
                     objects.get(name, beside)
             for name, entry in read_manifest(path).items():
                 manifest.verify_file(path / name, entry)
-            flush_directory(path)
+            flush_to_disk(path)
             LOGGER.info("fetched %s from %s", checkpoint, objects.url)
             is_one_valid = True
             yield checkpoint
@@ -254,3 +256,43 @@ def fetch_valid(objects: Objects, wanted: Iterable[str], there: Iterable[str], *
             LOGGER.warning("%s; skipping it", reasons[-1])
     if reasons and not is_one_valid:
         raise NoValidCheckpoint("no valid checkpoint is left:\n  " + "\n  ".join(reasons))
+
+
+# --- run.resume=s3://...: a run or checkpoint in an object store, from which another run starts
+
+
+def with_fetched_resume(run: RunSection) -> tuple[RunSection, list[Problem]]:
+    """Return the section with a local copy for a URL in `resume`, unless the run has its own checkpoints."""
+    if not is_url(run.resume) or candidates(RunDirectory(Path(run.dir)).checkpoints):
+        return run, []
+    try:
+        return run.model_copy(update={"resume": str(_fetch_run(run.resume))}), []
+    except StoreFailed as failure:
+        expected = "the URL of a run or checkpoint that can be read" if failure.is_wrong else "the same command tries again"
+        code = Exit.CONFIGURATION if failure.is_wrong else Exit.DISK
+        return run, [Problem("run.resume", str(failure), expected, code=code)]
+    except RunEnded as end:
+        return run, [Problem("run.resume", str(end), code=end.code)]
+
+
+def _fetch_run(url: str) -> Path:
+    """Return the local path of a run or checkpoint in a store, with its rows and its newest valid (or the named) checkpoint.
+
+    Raise StoreFailed if it does not exist or cannot be fetched.
+    Raise NoValidCheckpoint if all checkpoints are damaged.
+    """
+    parent, _, last = url.rstrip("/").rpartition("/")
+    is_checkpoint = manifest.step_of(Path(last)) is not None
+    objects = Objects(parent.removesuffix("/checkpoints") if is_checkpoint else url, heeds_signals=True)
+    there = objects.listing()
+    wanted = [name for name in committed(there) if name == last or not is_checkpoint]
+    if not wanted:
+        raise StoreFailed(f"{url} has no checkpoint", is_wrong=True)
+
+    def fetch(folder: Path) -> None:
+        next(fetch_valid(objects, wanted, there, into=folder / "checkpoints"))
+        if "metrics.jsonl" in there:
+            objects.get("metrics.jsonl", folder / "metrics.jsonl")
+
+    run = fetched_once([url, *(there[f"checkpoints/{name}/{MANIFEST}"].version for name in wanted)], fetch)
+    return next((run / "checkpoints").iterdir()) if is_checkpoint else run

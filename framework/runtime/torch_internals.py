@@ -128,11 +128,6 @@ def without_buffer_sync() -> dict[str, bool]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
-def set_gradient_sync(wrapper: DistributedDataParallel, is_on: bool) -> None:
-    """Set the flag that DDP.no_sync() sets, without a context for each micro-batch."""
-    wrapper.require_backward_grad_sync = is_on
-
-
 # --- loader processes
 
 
@@ -220,13 +215,6 @@ def greet_others_only(stage: Any, *, rank: int) -> None:
         return
     greetings = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != rank]
-
-
-def is_single_stage(schedule: Any) -> bool:
-    """Return whether a schedule has one stage on each process."""
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-    return isinstance(schedule, PipelineScheduleSingle)
 
 
 def actions_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]]:

@@ -18,7 +18,7 @@ from framework.launch.failures import Failure, report, starts_again
 from framework.launch.network import Network
 from framework.launch.scratch import new_folder, remove_scratch
 from framework.launch.torchrun import join_round
-from framework.launch.worker import Workers, prepare
+from framework.launch.worker import WorkerGroup, prepare
 from framework.preflight.processes import fitting_nodes
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
@@ -76,7 +76,7 @@ class _Stopped(Exception):
     """There is no next round: the run has ended, or a person has stopped it."""
 
 
-class _Agent(Workers):
+class _Agent(WorkerGroup):
     """One node's workers, in rounds. A round that loses a node is not a failure.
 
     `failures` contains the failure that has ended the run, if it happened on this node.
