@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted, RunEnded
-from framework.runtime.forks import comes_true
+from framework.runtime.forks import begun, comes_true
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 
@@ -215,14 +215,8 @@ _NUM_PORTS = 20
 
 def _is_of(step: str, host: str, port: int) -> bool:
     """Return whether a port serves the store of a step. Another program's server may never answer: ask it in a thread."""
-    answer: Future[bool] = Future()
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            answer.set_result(bool(connect_store(host, port, silent_s=_TO_ANSWER_S).check([step])))
-
-    threading.Thread(target=ask, daemon=True).start()
-    return bool(wait([answer], timeout=2 * _TO_ANSWER_S).done) and answer.result()
+    answer = begun(lambda: connect_store(host, port, silent_s=_TO_ANSWER_S).check([step]), name="step", daemon=True)
+    return bool(wait([answer], timeout=2 * _TO_ANSWER_S).done) and answer.exception() is None and bool(answer.result())
 
 
 _TO_ANSWER_S = 2.0

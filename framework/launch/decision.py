@@ -5,10 +5,8 @@ Also: launchers that start all processes of a run and do not set torchrun's vari
 
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 PATIENCE = timedelta(minutes=10)  # without a sign of rank 0
-_SIGN_S = 60.0
+SIGN_S = 60.0
 _TO_READ = timedelta(seconds=10)
 
 
@@ -36,24 +34,6 @@ def store_of(environment: Environment, *, part: str = "start") -> "dist.Store":
     from framework.distributed.groups import launcher_store  # imports torch: a wrong command line does not need it
 
     return launcher_store(environment, timeout=PATIENCE, part=part)
-
-
-@contextmanager
-def rank_0_works(environment: Environment) -> Iterator[None]:
-    """Let the other ranks wait while rank 0 works inside: it may read or fetch terabytes before the start."""
-    is_done = threading.Event()
-
-    def give_signs() -> None:
-        while not is_done.wait(_SIGN_S):
-            store_of(environment).add("signs", 1)
-
-    thread = threading.Thread(target=give_signs, name="signs", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
 
 
 def publish(decision: FrozenConfig | int, *, environment: Environment) -> None:

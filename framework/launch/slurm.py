@@ -176,17 +176,14 @@ def _snapshot(folder: Path) -> Path:
     copy.mkdir(parents=True)
     sources = [folder for folder in (ROOT / "framework", ROOT / "models", EXTRAS) if folder.is_dir()]
     for project in reversed(project_folders()):  # if two folders have a module of the same name, the first one counts
-        sources += [path for path in sorted(project.iterdir()) if path.suffix == ".py" or _holds_code(path)]
+        folders = {file.parent for file in project.glob("[!.]*/*.py")}
+        sources += [path for path in sorted(project.iterdir()) if path.suffix == ".py" or path in folders]
     for source in sources:
         if source.is_dir():
             shutil.copytree(source, copy / source.name, ignore=_not_code, dirs_exist_ok=True)
         else:
             shutil.copy2(source, copy)
     return copy
-
-
-def _holds_code(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".") and any(path.glob("*.py"))
 
 
 _LARGEST_FILE = 1 << 20  # bytes; larger files in a package are data, which the job reads in their place

@@ -8,11 +8,12 @@ from framework.config.frozen_file import FrozenConfig, digest_of
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
 from framework.launch.claim import ClaimedRun, claim, is_finished
-from framework.launch.decision import PATIENCE, print_problems, publish, rank_0_works, received, store_of
+from framework.launch.decision import PATIENCE, SIGN_S, print_problems, publish, received, store_of
 from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, Interrupted, headline, is_lost_peer
+from framework.runtime.forks import repeating
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import die_with_parent
 from framework.runtime.problem import Problem
@@ -48,7 +49,8 @@ def agree(begin: Callable[[], ClaimedRun | int], *, environment: Environment) ->
     """Return what rank 0 has begun (None on other ranks; rank 0 keeps its lock), and the decision for all ranks. Collective."""
     if environment.rank != 0:
         return None, received(environment=environment)
-    with rank_0_works(environment):
+    # the others wait as long as there are signs: rank 0 may read or fetch terabytes before the start
+    with repeating(lambda: store_of(environment).add("signs", 1), every_s=SIGN_S, name="signs"):
         try:
             begun = begin()
         except Interrupted as end:  # the other ranks must end, too

@@ -6,7 +6,6 @@ import signal
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import NamedTuple
 from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
-from framework.runtime.forks import busy_s, comes_true, cpu_use, status_of
+from framework.runtime.forks import busy_s, comes_true, cpu_use, repeating, status_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -222,21 +221,15 @@ def watched_alone(*, timeout_s: float, on_hang: Callable[[str], None]) -> Iterat
     except OSError:
         yield None
         return
-    is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(1.0):
-            if view.stillness_s() > timeout_s and not _is_debugged():
-                on_hang(look(view, timeout_s=timeout_s, spans_nodes=False))
-                return
+        if view.stillness_s() > timeout_s and not _is_debugged():
+            on_hang(look(view, timeout_s=timeout_s, spans_nodes=False))
 
-    thread = threading.Thread(target=watch, name="hang", daemon=True)
-    thread.start()
     try:
-        yield board
+        with repeating(watch, every_s=1.0, name="hang"):
+            yield board
     finally:
-        is_over.set()
-        thread.join()
         view.close()
         board.close()
 
