@@ -78,7 +78,7 @@ def _train(world: World, config: RunConfig, stop: int | None) -> Trained:
     trainer.saver.close()
     with trainer.update.averaged():
         found = gathered(state_of(trainer.engine.module), world=world)
-        result.weights = {name: tensor.double().numpy().copy() for name, tensor in zip(found.kinds, found.tensors)}
+        result.weights = {name: tensor.double().numpy().copy() for name, tensor in zip(*found)}
     samples = Path(config.run.dir, "samples")
     result.texts = {path.name: path.read_text() for path in samples.glob("*.txt")} if world.rank == 0 else {}
     return result

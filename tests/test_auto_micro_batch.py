@@ -73,7 +73,7 @@ def test_between_nodes_only_a_lack_of_memory_is_not_counted_as_a_failure(smaller
     meeting = SimpleNamespace(number=0, first=lambda key, value: value, recorded=lambda key: None, end=seen.append,
                               count=lambda name: seen.append(name) or 1)  # fmt: skip
     node: Any = SimpleNamespace(_meeting=meeting, _directory=RunDirectory(tmp_path), failures=[],
-                                workers=SimpleNamespace(spec=SimpleNamespace(max_restarts=3)))  # fmt: skip
+                                launch=SimpleNamespace(max_restarts=3))  # fmt: skip
     _Agent._note(node, Failure(1, "lacks memory", "here", smaller=smaller), 0)
     assert seen == (["failures"] if smaller is None else [])
 

@@ -18,7 +18,7 @@ from framework.data import loader as loader_module
 from framework.data.digits import Digits
 from framework.data.loader import Loader
 from framework.data.order import Order
-from framework.data.to_device import ToDevice
+from framework.data.to_device import to_device
 from framework.distributed.world import World
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.recomputation import offload_activations, recompute_activations
@@ -104,11 +104,10 @@ def faults() -> list[list[str]]:
     device, found = torch.device("cuda:0"), []
     batch = MicroBatch(0, torch.ones(4), torch.ones(4), num_samples=4, start=0)
     for name in ("wait_stream", "record_stream"):
-        mover = ToDevice(device, finish=lambda micro_batch: micro_batch)
         kind: Any = fake_cuda.Stream if name == "wait_stream" else Emulated
         plain = getattr(kind, name)
         setattr(kind, name, lambda *_: None)
-        moved = mover(Step(0, 4, [batch])).micro_batches[0]
+        moved = to_device(Step(0, 4, [batch]), device=device, finish=lambda micro_batch: micro_batch).micro_batches[0]
         setattr(kind, name, plain)
         total = moved.inputs + 1
         del moved
@@ -172,9 +171,7 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
         trainer.take(step)
         step = next(following)
         counted.append(seen())
-    norm = sum(
-        float(torch.linalg.vector_norm(value)) for value in gathered(state_of(trainer.engine.module), world=found).tensors
-    )
+    norm = sum(float(torch.linalg.vector_norm(value)) for value in gathered(state_of(trainer.engine.module), world=found)[1])
     found.groups.leave()
     found.agreement.barrier()
     return [str(found.device), counted[2:], norm if rank == 0 else None]

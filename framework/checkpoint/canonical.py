@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch.optim import Optimizer
 from framework.checkpoint.chunks import chunks_of
 from framework.checkpoint.format import Inventory, Kinds, inventory_of, read_regions
 from framework.checkpoint.manifest import read_manifest
-from framework.checkpoint.plain_state import PlainState, restore_plain
-from framework.checkpoint.training_state import TrainingState
+from framework.checkpoint.plain_state import PlainState, TrainingState, restore_plain
 from framework.distributed.world import World
 from framework.modules.tensors import whole, whole_like
 
@@ -205,23 +203,12 @@ def _optimized(optimizer: Optimizer) -> list[nn.Parameter]:
 # --- tensors of all ranks on rank 0, for a file
 
 
-@dataclass(frozen=True)
-class OnRank0:
-    """Tensors of all ranks, plain or sharded, by name: their kinds, and on rank 0 the whole tensors one by one.
+def gathered(own: Mapping[str, Tensor], *, world: World) -> tuple[Kinds, Iterator[Tensor]]:
+    """Gather tensors, plain or sharded, each from the first rank that has it. Collective.
 
-    Every rank must iterate over `tensors` to the end, because the iteration is collective.
+    Return their kinds by name, and in this order, on rank 0, the whole tensors one by one, on the CPU. Every rank must iterate
+    to the end, because the iteration is collective.
     """
-
-    kinds: Kinds  # in the order of `tensors`
-    tensors: Iterator[Tensor]  # on the CPU; empty on the other ranks
-
-    def drain(self) -> None:
-        for _ in self.tensors:
-            pass
-
-
-def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
-    """Gather tensors, each from the first rank that has it. Collective."""
     agreement, found = world.agreement, dict[str, tuple[torch.dtype, Sequence[int], int]]()
     for rank, table in enumerate(agreement.to_rank_0({name: (value.dtype, value.shape) for name, value in own.items()})):
         for name, kind in table.items():
@@ -238,7 +225,7 @@ def gathered(own: Mapping[str, Tensor], *, world: World) -> OnRank0:
                     dist.recv(value, src=sender, group=agreement.group)
                 yield value
 
-    return OnRank0({name: (dtype, shape) for name, (dtype, shape, _) in found.items()}, stream())
+    return {name: (dtype, shape) for name, (dtype, shape, _) in found.items()}, stream()
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:

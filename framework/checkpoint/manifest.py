@@ -12,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 
 from framework.checkpoint.format import digest
 from framework.checkpoint.state import Natural, checked_state
-from framework.runtime.files import flush_directory, write_atomically
+from framework.runtime.files import flush_to_disk, write_atomically
 from framework.runtime.plain import Invalid, Plain, first_fault, read_json, require_directory, require_file
 from framework.runtime.problem import shown
 
@@ -53,13 +53,13 @@ def commit(directory: Path, *, target: Path, files: dict[str, Any], state: dict[
     """
     content = {"format": 2, "step": step_of(target), "files": files, "state": state}
     write_atomically(directory / MANIFEST, manifest_text(content))
-    flush_directory(directory)
+    flush_to_disk(directory)
     aside = target.with_name(_ASIDE + target.name)
     if is_replaced := os.path.lexists(target):
         remove(aside)
         os.rename(target, aside)
     os.rename(directory, target)
-    flush_directory(target.parent)
+    flush_to_disk(target.parent)
     if is_replaced:
         remove(aside)
 
@@ -144,7 +144,7 @@ def put_back(directory: Path) -> None:
     for aside in directory.glob(f"{_ASIDE}*"):
         target = aside.with_name(aside.name.removeprefix(_ASIDE))
         if os.path.lexists(target):
-            flush_directory(directory)  # the successor's name, before the old checkpoint is deleted
+            flush_to_disk(directory)  # the successor's name, before the old checkpoint is deleted
             remove(aside)
         else:
             os.rename(aside, target)

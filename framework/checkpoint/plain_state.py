@@ -5,7 +5,7 @@ It is written as JSON with the type of each value, so that nothing needs to be u
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,15 +13,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from framework.checkpoint.state import PlainState, SavedGroup
-from framework.checkpoint.training_state import TrainingState
 from framework.distributed.agreement import exact_text
 from framework.distributed.world import World
-from framework.optim.update import group_values
+from framework.optim.update import Average, group_values
 from framework.runtime.exits import Unfit
 from framework.runtime.problem import shown
 
 _LARGEST = 4096  # the most elements of a tensor that is written as numbers
 _EXTRA = "_extra_state"  # torch's name for the result of a module's get_extra_state()
+
+
+class PartsState(Protocol):
+    """The state of a run's parts, by paths: tensors, and other values in encoded form.
+
+    Tensors are loaded in place. `late` contains the tensors that a new part does not have yet, or has with another shape.
+    """
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def plain(self) -> dict[str, Any]: ...
+
+    def give_back(self, plain: Mapping[str, Any], late: Mapping[str, Tensor]) -> None: ...
+
+
+class TrainingState(NamedTuple):
+    """The objects of a run with state that a checkpoint keeps."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    average: Average | None
+    task: nn.Module | None = None  # its buffers are kept
+    parts: PartsState | None = None
 
 
 class NotSerializable(TypeError):

@@ -13,7 +13,7 @@ from framework.checkpoint.chunks import chunks_of
 from framework.checkpoint.format import check_inventory, inventory_of, write_shard
 from framework.distributed.world import World
 from framework.runtime.exits import DiskFailed, NoValidCheckpoint
-from framework.runtime.files import flush_directory, make_directory
+from framework.runtime.files import flush_to_disk, make_directory
 from framework.runtime.lock import Claim
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid
@@ -104,7 +104,7 @@ class CheckpointStore:
             for path in manifest.candidates(self.directory):
                 if (manifest.step_of(path) or 0) > step:
                     manifest.discard(path)
-            flush_directory(self.directory)
+            flush_to_disk(self.directory)
 
         self.world.agreement.on_rank_0(drop, what=what)
 

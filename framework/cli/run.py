@@ -13,14 +13,13 @@ from framework.config.modes import MODES, Command, folder_of
 from framework.config.schema import RunConfig
 from framework.config.targets import locate
 from framework.launch.claim import ClaimedRun, claim, is_finished, is_over
-from framework.launch.decision import print_problems
+from framework.launch.decision import other_launcher, print_problems
 from framework.launch.mirrored import put_missing
-from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems, edited_problems
 from framework.preflight.slurm import job_problems
-from framework.runs.fetched_run import with_fetched_resume
+from framework.runs.mirror import with_fetched_resume
 from framework.runtime import log, slurm
 from framework.runtime.environment import FOREIGN_LAUNCHER, Environment, SrunTask, variables
 from framework.runtime.exits import Exit, Interrupted, Unfit, exits_as_errors

@@ -81,22 +81,14 @@ def _arrays(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
 def _of_array(array: Any, *, num_parts: int = _NUM_PARTS) -> str:
     """Return an array's type and shape, and its content: `uint8 [9, 8] HASH`, `float32 [9] HASH ~ SUM NORM ...`."""
     kind = _short(f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}")
-    with suppress(TypeError, ValueError, RuntimeError, NotImplementedError):  # sparse, on no device, of a type torch has not
-        return _content_of(array, kind, num_parts=num_parts)
-    return kind
-
-
-def _is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor. A process that has not imported torch has none, and must not import it for this."""
-    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
-
-
-def _content_of(array: Any, kind: str, *, num_parts: int) -> str:
-    if isinstance(array, np.ndarray):
-        numbers = array if array.dtype.kind not in "fc" else np.ascontiguousarray(array)
-        content = _hash(numbers)
-    else:
-        content, numbers = _of_tensor(array)
+    try:
+        if _is_tensor(array):
+            content, numbers = _of_tensor(array)
+        else:
+            numbers = array if array.dtype.kind not in "fc" else np.ascontiguousarray(array)
+            content = _hash(numbers)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):  # sparse, on no device, of a type torch has not
+        return kind
     if numbers.dtype.kind not in "fc":
         return f"{kind} {content}"
     numbers = numbers.reshape(-1).view(numbers.real.dtype)
@@ -107,6 +99,11 @@ def _content_of(array: Any, kind: str, *, num_parts: int) -> str:
     with np.errstate(all="ignore"):
         pairs = [(part @ weights[: len(part)] / len(part) ** 0.5, np.linalg.norm(part)) for part in parts]
     return f"{kind} {content} ~ {' '.join(f'{float(number):.9g}' for pair in pairs for number in pair)}"
+
+
+def _is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor. A process that has not imported torch has none, and must not import it for this."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
 def _of_tensor(tensor: "torch.Tensor") -> tuple[str, np.ndarray]:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from framework.data.order import Order, Part, parts
 from framework.data.source import Arrays, Dataset, Source, Split, draws_nothing, is_in_memory, is_vectorised
 from framework.data.stream import ENDLESS, noted
-from framework.data.to_device import ToDevice, mapped_except
+from framework.data.to_device import mapped_except, to_device
 from framework.engine.seam import MicroBatch, Step
 from framework.randomness import key, keys, seed_generators
 from framework.runtime.exits import RunEnded, Unfit, exits_as_errors
@@ -184,7 +184,7 @@ class Loader:
             steps = self._read(begun)
         if self.device.type == "cuda":
             finish = partial(self._transformed, is_training=False) if self._later else lambda micro_batch: micro_batch
-            return map(ToDevice(self.device, finish=finish, kept=self.keep_on_cpu), steps)
+            return map(partial(to_device, device=self.device, finish=finish, kept=self.keep_on_cpu), steps)
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
 
     @staticmethod

@@ -10,26 +10,18 @@ from framework.engine.seam import MicroBatch, Step
 from framework.modules.tensors import Tree, map_tensors, moved
 
 
-class ToDevice:
-    """A copy of steps to a device, where `finish` makes the model's inputs of each micro-batch. The host does not wait."""
-
-    def __init__(self, device: torch.device, *, finish: Callable[[MicroBatch], MicroBatch], kept: Collection[str] = ()) -> None:
-        self._device, self._finish, self._kept = device, finish, kept
-        self._stream = _copy_stream(device)
-
-    def __call__(self, step: Step) -> Step:
-        with torch.cuda.stream(self._stream):
-            moved_ones = (self._finish(mapped_except(self._kept, m, self._moved)) for m in step.micro_batches)
-            by_number = {micro_batch.number: micro_batch for micro_batch in moved_ones}  # padding repeats one
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
-        for micro_batch in by_number.values():
-            mapped_except(self._kept, micro_batch, functools.partial(_used_on, current))
-        there = [by_number[m.number]._replace(is_padding=m.is_padding) for m in step.micro_batches]
-        return step._replace(micro_batches=there)
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return moved(tensor, self._device)
+def to_device(
+    step: Step, *, device: torch.device, finish: Callable[[MicroBatch], MicroBatch], kept: Collection[str] = ()
+) -> Step:
+    """Copy a step to a device, where `finish` makes the model's inputs of each micro-batch. The host does not wait."""
+    stream, current = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        there = (finish(mapped_except(kept, m, lambda tensor: moved(tensor, device))) for m in step.micro_batches)
+        by_number = {micro_batch.number: micro_batch for micro_batch in there}  # padding repeats one
+    current.wait_stream(stream)
+    for micro_batch in by_number.values():
+        mapped_except(kept, micro_batch, functools.partial(_used_on, current))
+    return step._replace(micro_batches=[by_number[m.number]._replace(is_padding=m.is_padding) for m in step.micro_batches])
 
 
 def mapped_except(kept: Collection[str], micro_batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:

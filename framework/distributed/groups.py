@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted, RunEnded
+from framework.runtime.forks import begun, comes_true
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 
@@ -76,11 +77,8 @@ class Groups:
         except Interrupted:
             raise
         except RunEnded as end:
-            until, count = time.monotonic() + _TO_END_S, self._store.add("ended", 1)
-            while count < self.world_size and time.monotonic() < until:
-                time.sleep(0.05)
-                count = self._store.add("ended", 0)
-            if count < self.world_size:
+            self._store.add("ended", 1)
+            if not comes_true(lambda: self._store.add("ended", 0) >= self.world_size, within_s=_TO_END_S):
                 raise RuntimeError(str(end)) from end
             raise
 
@@ -188,55 +186,37 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @functools.cache  # rank 0 serves the store until its process ends: other ranks may still need it
 def _tcp_store(environment: Environment) -> dist.Store:
-    host, port, timeout = environment.master_addr, environment.master_port, timedelta(minutes=10)
-    serves = environment.rank == 0 and not environment.uses_agent_store
-    listener = None
-    if environment.step:
-        return _store_of_step(environment, timeout=timeout)
-    if environment.local_world_size == environment.world_size and not environment.uses_agent_store:
-        host = "127.0.0.1"
-        # open the socket here: TCPStore's own socket listens on every network, even for 127.0.0.1 (pytorch#173909)
-        listener = socket.create_server((host, port)).detach() if serves else None
-    if not serves:
-        poll(lambda: _listens(host, port), timeout=timeout)
-    return dist.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
+    """Return the store at the launcher's address, which rank 0 serves unless the launcher does.
 
-
-_NUM_PORTS = 20
-
-
-def _store_of_step(environment: Environment, *, timeout: timedelta) -> dist.Store:
-    """Return the store of a Slurm step, on one of some ports: other jobs on the node may use the others.
-
-    Rank 0 takes the first free port. The others look for the store that contains the step's name.
+    In a Slurm step, other jobs on the node may use the port: rank 0 takes the first free port of some, and the others look for
+    the store that contains the step's name.
     """
-    host, ports = environment.master_addr, range(environment.master_port, environment.master_port + _NUM_PORTS)
-    if environment.rank == 0:
-        is_alone = environment.local_world_size == environment.world_size
+    step, timeout = environment.step, timedelta(minutes=10)
+    ports = range(environment.master_port, environment.master_port + (_NUM_PORTS if step else 1))
+    is_alone = environment.local_world_size == environment.world_size and not environment.uses_agent_store
+    host = "127.0.0.1" if is_alone else environment.master_addr
+    if environment.rank == 0 and not environment.uses_agent_store:
         store, _ = serve_store("127.0.0.1" if is_alone else "", ports=ports)
         store.set_timeout(timeout)
-        store.set(environment.step, "")
+        store.set(step or "served", "")
         return store
     found: list[int] = []
 
     def is_there() -> bool:
-        found.extend(port for port in ports if not found and _listens(host, port) and _is_of(environment.step, host, port))
+        found.extend(port for port in ports if not found and _listens(host, port) and (not step or _is_of(step, host, port)))
         return bool(found)
 
     poll(is_there, timeout=timeout)
     return dist.TCPStore(host, found[0], is_master=False, timeout=timeout, wait_for_workers=False)
 
 
+_NUM_PORTS = 20
+
+
 def _is_of(step: str, host: str, port: int) -> bool:
     """Return whether a port serves the store of a step. Another program's server may never answer: ask it in a thread."""
-    answer: Future[bool] = Future()
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            answer.set_result(bool(connect_store(host, port, silent_s=_TO_ANSWER_S).check([step])))
-
-    threading.Thread(target=ask, daemon=True).start()
-    return bool(wait([answer], timeout=2 * _TO_ANSWER_S).done) and answer.result()
+    answer = begun(lambda: connect_store(host, port, silent_s=_TO_ANSWER_S).check([step]), name="step", daemon=True)
+    return bool(wait([answer], timeout=2 * _TO_ANSWER_S).done) and answer.exception() is None and bool(answer.result())
 
 
 _TO_ANSWER_S = 2.0

@@ -84,9 +84,8 @@ def claim(config: RunConfig, *, party: str | None = None, line: Sequence[str] = 
     lock, is_claimed = Lock(folder, party=party), False
     try:
         mirror = None if is_beside else mirror_of(config.run, name=config.name)
-        has_none = mirror is not None and not committed(
-            mirror.objects.listing()
-        )  # find a wrong place before anything is written
+        # this finds a wrong place before anything is written
+        has_none = mirror is not None and not committed(mirror.objects.listing())
         if has_none and config.run.resume == "must" and (problems := resume_problems("must", directory)):
             return print_problems(problems)
         require_room(folder)

@@ -1,16 +1,19 @@
-"""What rank 0 decides for all processes of a launcher: the frozen configuration with which they start, or an exit code."""
+"""What rank 0 decides for all processes of a launcher: the frozen configuration with which they start, or an exit code.
+
+Also: launchers that start all processes of a run and do not set torchrun's variables, of the group `launchers`.
+"""
 
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from framework.config.folders import option_node, options
 from framework.config.frozen_file import FrozenConfig
+from framework.config.targets import component
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.problem import Problem
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 PATIENCE = timedelta(minutes=10)  # without a sign of rank 0
-_SIGN_S = 60.0
+SIGN_S = 60.0
 _TO_READ = timedelta(seconds=10)
 
 
@@ -31,24 +34,6 @@ def store_of(environment: Environment, *, part: str = "start") -> "dist.Store":
     from framework.distributed.groups import launcher_store  # imports torch: a wrong command line does not need it
 
     return launcher_store(environment, timeout=PATIENCE, part=part)
-
-
-@contextmanager
-def rank_0_works(environment: Environment) -> Iterator[None]:
-    """Let the other ranks wait while rank 0 works inside: it may read or fetch terabytes before the start."""
-    is_done = threading.Event()
-
-    def give_signs() -> None:
-        while not is_done.wait(_SIGN_S):
-            store_of(environment).add("signs", 1)
-
-    thread = threading.Thread(target=give_signs, name="signs", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
 
 
 def publish(decision: FrozenConfig | int, *, environment: Environment) -> None:
@@ -97,3 +82,21 @@ def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
     if environment.is_launched and not each_rank:
         publish(code, environment=environment)
     return code
+
+
+def other_launcher() -> Any | None:
+    """Return the launcher that has started this process as one of several. None for torchrun, and for a single process.
+
+    ValueError, with a line `KEY: WHAT`, if a launcher of the user cannot be imported.
+    """
+    environment = Environment.read()
+    if environment.is_launched and not environment.is_foreign:
+        return None
+    for name in options("launchers"):
+        try:
+            launcher = component(option_node("launchers", name))()
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"launchers.{name}: {error} (docs/extend.md)") from error
+        if launcher.started():
+            return launcher
+    return None

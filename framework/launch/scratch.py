@@ -1,6 +1,5 @@
 """The temporary folder that the processes of a run share on one machine."""
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -9,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from framework.runtime.files import lock_file, locked
+
 
 def remove_scratch(directory: Path) -> None:
     """Remove the folders that killed launches of the run in `directory` have left, except locked folders.
@@ -16,15 +17,17 @@ def remove_scratch(directory: Path) -> None:
     The folders of other launchers (`common_folder`) are not in use while this process holds the run's lock.
     """
     for leftover in Path(tempfile.gettempdir()).glob(_prefix(directory) + "*"):
-        with suppress(OSError), _locked(leftover):
-            shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(OSError):
+            if (descriptor := lock_file(leftover / "lock", waits=False)) is not None:
+                shutil.rmtree(leftover, ignore_errors=True)
+                os.close(descriptor)
 
 
 @contextmanager
 def new_folder(directory: Path) -> Iterator[Path]:
     """Yield a new folder. The caller passes it to the workers that it starts; torch also leaves its files there."""
     new = Path(tempfile.mkdtemp(prefix="steadfast_new_"))
-    with _locked(new):  # the random part of the name may end with "_"
+    with locked(new / "lock"):  # at most until this process ends; the random part of the name may end with "_"
         folder = new.rename(new.with_name(_prefix(directory) + new.name.removeprefix("steadfast_new_")))
         tempfile.tempdir = str(folder)
         try:
@@ -32,17 +35,6 @@ def new_folder(directory: Path) -> Iterator[Path]:
         finally:
             tempfile.tempdir = None
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, at most until this process ends. Raise BlockingIOError if another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

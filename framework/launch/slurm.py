@@ -176,17 +176,14 @@ def _snapshot(folder: Path) -> Path:
     copy.mkdir(parents=True)
     sources = [folder for folder in (ROOT / "framework", ROOT / "models", EXTRAS) if folder.is_dir()]
     for project in reversed(project_folders()):  # if two folders have a module of the same name, the first one counts
-        sources += [path for path in sorted(project.iterdir()) if path.suffix == ".py" or _holds_code(path)]
+        folders = {file.parent for file in project.glob("[!.]*/*.py")}
+        sources += [path for path in sorted(project.iterdir()) if path.suffix == ".py" or path in folders]
     for source in sources:
         if source.is_dir():
             shutil.copytree(source, copy / source.name, ignore=_not_code, dirs_exist_ok=True)
         else:
             shutil.copy2(source, copy)
     return copy
-
-
-def _holds_code(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".") and any(path.glob("*.py"))
 
 
 _LARGEST_FILE = 1 << 20  # bytes; larger files in a package are data, which the job reads in their place
@@ -201,7 +198,8 @@ def _not_code(folder: str, names: list[str]) -> list[str]:
 def take_node(path: str, digest: str) -> int:
     """Be one node of the job, as the job's task, with the configuration frozen at `path`. Return the exit code."""
     from framework.launch.elastic.agent import take_part  # imports torch, which a submission does not need
-    from framework.launch.elastic.meeting import StoreLost, comes_true, meeting_folder
+    from framework.launch.elastic.meeting import StoreLost, meeting_folder
+    from framework.runtime.forks import comes_true
 
     task = SlurmTask.read()
     log.start_console(rank=task.node)

@@ -5,11 +5,15 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from framework.config.frozen_file import FrozenConfig, digest_of
-from framework.launch.claim import ClaimedRun
-from framework.launch.decision import PATIENCE, print_problems, publish, rank_0_works, received, store_of
+from framework.config.modes import MODES
+from framework.config.schema import RunConfig
+from framework.launch.claim import ClaimedRun, claim, is_finished
+from framework.launch.decision import PATIENCE, SIGN_S, print_problems, publish, received, store_of
 from framework.runs.directory import RunDirectory
+from framework.runtime import log
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, Interrupted, headline, is_lost_peer
+from framework.runtime.forks import repeating
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import die_with_parent
 from framework.runtime.problem import Problem
@@ -45,7 +49,8 @@ def agree(begin: Callable[[], ClaimedRun | int], *, environment: Environment) ->
     """Return what rank 0 has begun (None on other ranks; rank 0 keeps its lock), and the decision for all ranks. Collective."""
     if environment.rank != 0:
         return None, received(environment=environment)
-    with rank_0_works(environment):
+    # the others wait as long as there are signs: rank 0 may read or fetch terabytes before the start
+    with repeating(lambda: store_of(environment).add("signs", 1), every_s=SIGN_S, name="signs"):
         try:
             begun = begin()
         except Interrupted as end:  # the other ranks must end, too
@@ -62,6 +67,34 @@ def carry_out(frozen: FrozenConfig, *, begun: ClaimedRun | None, scratch: Path |
 
     with nullcontext(int) if begun is None else begun.mirrored() as settle:
         return settle(work(frozen, scratch))
+
+
+def join_round(config: RunConfig, folder: Path, scratch: Path) -> int:
+    """Do one worker's part of a round of an elastic run, whose nodes share `folder`. Return the exit code.
+
+    All ranks use the configuration of rank 0, which alone claims the directory. `scratch` is this node's folder.
+    """
+    from framework.launch.failures import record_failure  # imports torch
+
+    def begin() -> ClaimedRun | int:
+        """Claim the directory. This process keeps the lock until it ends. Return an exit code if nothing is left to do."""
+        began = folder / "began"
+        mine = config.begun() if began.exists() else config
+        if MODES[mine.mode].about == "run" and is_finished(mine.run, targets=mine.targets()):
+            return Exit.FINISHED
+        run = claim(mine, party="elastic")
+        if isinstance(run, ClaimedRun):
+            began.touch()
+        return run
+
+    environment = Environment.read()
+    log.start_console(rank=environment.rank)
+    try:
+        begun, taken = agree(begin, environment=environment)
+    except Exception as error:
+        record_failure(error, environment=environment, scratch=scratch)
+        raise
+    return carry_out(taken, begun=begun, scratch=scratch) if isinstance(taken, FrozenConfig) else taken
 
 
 _SEVERAL = Problem("srun", "its tasks have different commands, but are the processes of one run",

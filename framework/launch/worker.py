@@ -1,4 +1,4 @@
-"""Workers: torch elastic's agent starts them. Each worker reads the frozen configuration, joins the world, and runs."""
+"""Workers: torch elastic starts them. Each worker reads the frozen configuration, joins the world, and runs."""
 
 import gc
 import logging
@@ -6,16 +6,15 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, RunProcsResult, start_processes
 
 from framework.build.training import Builder
 from framework.config.frozen_file import FrozenConfig, thaw
@@ -24,7 +23,6 @@ from framework.config.modes import MODES
 from framework.config.targets import locate
 from framework.distributed.devices import record_collectives, start_method
 from framework.distributed.hang import diagnose as hang
-from framework.distributed.hang.alone import watched_alone
 from framework.distributed.hang.board import Board, OwnBoard
 from framework.distributed.world import World
 from framework.launch.claim import ClaimedRun
@@ -35,14 +33,13 @@ from framework.runs.directory import RunDirectory
 from framework.runtime import log
 from framework.runtime.environment import Environment, variables
 from framework.runtime.exits import Exit, RunEnded, Unfit, exits_as_errors
-from framework.runtime.forks import Idleness, begin_child, in_new_thread
+from framework.runtime.forks import begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
 from framework.runtime.numerics import share_cores
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.program import tell_of_threads
 from framework.runtime.torch_compiler import import_dynamo
-from framework.runtime.torch_internals import ElasticAgent
 
 
 def work(frozen: FrozenConfig, scratch: Path | None) -> int:
@@ -111,7 +108,7 @@ def _watched(
         def end(verdict: str) -> None:
             os._exit(report(verdict, directory))  # HANG
 
-        with watched_alone(timeout_s=timeout_s, on_hang=end) as board:
+        with hang.watched_alone(timeout_s=timeout_s, on_hang=end) as board:
             yield board
         return
     with ExitStack() as ends:
@@ -157,10 +154,10 @@ def prepare(*targets: str) -> None:
     variables().setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGQUIT")
 
 
-class Agent(ElasticAgent):
-    """Torch elastic's agent. It ends the workers when they have found that one of them hangs.
+class WorkerGroup:
+    """This node's workers, as children of this process. They are ended when it is found that one of them hangs.
 
-    Each worker calls `work` with `arguments`. `scratch` is this node's folder, `directory` the run's.
+    Each worker calls `work` with `arguments` and `scratch`, this node's folder. `directory` is the run's.
     """
 
     _TO_NOTICE_S = 3.0  # a rank after its time-out finds the hang itself
@@ -169,66 +166,69 @@ class Agent(ElasticAgent):
         self, launch: LaunchSection, run_id: str, work: Callable[..., int], *arguments: Any, scratch: Path,
         directory: RunDirectory,
     ) -> None:  # fmt: skip
-        self.place = StaticRendezvous("127.0.0.1", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=launch.num_processes,
-            entrypoint=_work_in_child,
-            args=(work, *arguments),
-            rdzv_handler=self.place,
-            max_restarts=launch.max_restarts,
-        )
-        super().__init__(spec, folder=str(scratch), start_method=start_method())
+        self.launch, self.run_id = launch, run_id
         self.verdict = ""  # the verdict, after a hang
-        self.failures: list[Failure] = []
-        self._scratch, self._directory, self._timeout_s = scratch, directory, launch.timeout_s
-        self._view: tuple[int, Board, Idleness] | None = None  # an attempt's board
+        self._work, self._scratch, self._directory = (work, *arguments, scratch), scratch, directory
+        self._logs = DefaultLogsSpecs(log_dir=str(scratch))
+        self._running: PContext | None = None
 
-    @property
-    def attempt(self) -> int:
-        """Return how many times workers have been started before the present workers."""
-        return self.workers.spec.max_restarts - self.restarts_left
+    def start(self, attempt: int, *, node: int = 0, num_nodes: int = 1, store: tuple[str, int] | None = None) -> None:
+        """Start the workers of an attempt. `store` is the address of the store of all nodes, if there is one."""
+        count, self._attempt = self.launch.num_processes, attempt
+        host, port = store or ("127.0.0.1", 0)
+        common = {
+            "WORLD_SIZE": num_nodes * count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes,
+            "MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": store is not None,
+            "TORCHELASTIC_RESTART_COUNT": attempt, "TORCHELASTIC_MAX_RESTARTS": self.launch.max_restarts,
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": variables().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+        }  # fmt: skip
+        self._ranks = range(node * count, (node + 1) * count)
+        envs = {number: {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": number}.items()}
+                for number, rank in enumerate(self._ranks)}  # fmt: skip
+        self._board = Board(board_in(self._scratch, attempt=attempt), first_rank=self._ranks[0], num_local=count)
+        self._spans_nodes = num_nodes > 1
+        self._running = start_processes(
+            "worker", _work_in_child, dict.fromkeys(envs, self._work), envs, self._logs, start_method=start_method()
+        )
 
-    def watch_workers(self) -> RunResult:
-        result = super().watch_workers() if not self._has_hung() else None
-        if result is not None and result.state == WorkerState.HEALTHY and self._stand_still():
+    def poll(self) -> RunProcsResult | None:
+        """Return how the workers have ended, or None as long as they work. After a hang, there is only the verdict."""
+        assert self._running is not None  # `start` comes first
+        result = self._running.wait(0) if not self._board.verdict else None
+        if result is None and self._board.stillness_s() > self.launch.timeout_s + self._TO_NOTICE_S:
             self.look()
-        if result is None or self._has_hung():
+        self.verdict = self._board.verdict
+        if self.verdict:
             # workers that have found the hang end soon; a worker that has not ended after a second is killed
-            self.end_workers(signal.SIGCONT, timeout_s=1)
-            return RunResult(state=WorkerState.FAILED)
+            self.end(signal.SIGCONT, timeout_s=1)
+            return RunProcsResult()
         return result
 
     def look(self) -> None:
         """Find out which rank of this node hangs, if its ranks cannot, or if the ranks of another node wait for them."""
-        if (board := self._board()) is not None:
-            with log.log_file(self._directory.log):
-                hang.look(board, timeout_s=self._timeout_s, spans_nodes=self.place.world_size > 1)
+        with log.log_file(self._directory.log):
+            hang.look(self._board, timeout_s=self.launch.timeout_s, spans_nodes=self._spans_nodes)
 
-    def _board(self) -> Board | None:
-        """Return the board of this attempt, or None if no rank has made it yet."""
-        if self._view is None or self._view[0] != self.attempt:
-            first, path = self.workers.workers[0].global_rank, board_in(self._scratch, attempt=self.attempt)
-            with suppress(FileNotFoundError):
-                board = Board(path, first_rank=first, num_local=len(self.workers.workers))
-                self._view = self.attempt, board, Idleness(counts_reads=False)
-        return self._view[1] if self._view is not None and self._view[0] == self.attempt else None
-
-    def _stand_still(self) -> bool:
-        """Return whether all ranks have done nothing for longer than the time-out for waiting ranks."""
-        board = self._board()
-        if board is None or self._view is None:
-            return False
-        return hang.stillness_s(board, self._view[2]) > self._timeout_s + self._TO_NOTICE_S
+    def cause(self, ended: RunProcsResult) -> Failure:
+        """Return why the workers have failed."""
+        failed = {self._ranks[number]: failure for number, failure in ended.failures.items()}
+        return cause(recorded_failures(self._scratch, attempt=self._attempt), failed, ranks=self._ranks)
 
     @property
     def slept_s(self) -> float:
         """For how many seconds the ranks were suspended, if this has caused the verdict of a hang; else 0."""
-        return self._view[2].slept_s(timeout_s=self._timeout_s) if self._view is not None and self.verdict else 0.0
+        return self._board.idleness.slept_s(timeout_s=self.launch.timeout_s) if self.verdict else 0.0
 
-    def _has_hung(self) -> bool:
-        self.verdict = board.verdict if (board := self._board()) is not None else ""
-        return bool(self.verdict)
+    def send(self, signum: signal.Signals) -> None:
+        for pid in self._running.pids().values() if self._running is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def end(self, signum: signal.Signals, *, timeout_s: int = 30) -> None:
+        """Send the workers a signal, and kill the workers that remain after the time-out."""
+        if self._running is not None:
+            self._running.close(signum, timeout_s)
 
 
 def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
@@ -238,18 +238,8 @@ def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
     PREEMPTION.watch()  # a spawned process does not inherit it
     PREEMPTION.speaks = False
     code = work(*arguments)
-    tell_of_threads(0, heard_after_s=1.0)  # when the agent has the code
+    tell_of_threads(0, heard_after_s=1.0)  # when the parent has the code
     return code
-
-
-class StaticRendezvous(StaticTCPRendezvous):
-    """The rendezvous of nodes that know their places: they need no agreement and no port."""
-
-    use_agent_store = False  # the workers have their own store
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        address = RendezvousStoreInfo(master_addr=self.master_addr, master_port=self.master_port)
-        return RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)  # a store only for this call
 
 
 def start_workers(run: ClaimedRun) -> int:
@@ -265,35 +255,33 @@ def start_workers(run: ClaimedRun) -> int:
             return report(failure, directory)
     prepare(config.parallel["_target_"], MODES[config.mode].worker)
     with new_folder(directory.path) as scratch:
-        agent = _LocalAgent(config.launch, config.run.id, work, run.frozen, scratch, scratch=scratch, directory=directory)
-        result = in_new_thread(agent.run)
-    if agent.verdict:
-        return report(agent.verdict, directory)
-    return report(agent.failures[-1], directory) if result.is_failed() else max(result.return_values.values())
+        workers = WorkerGroup(config.launch, config.run.id, work, run.frozen, scratch=scratch, directory=directory)
+        try:
+            return in_new_thread(partial(_run, workers, directory))
+        finally:
+            workers.end(signal.SIGTERM)
 
 
-class _LocalAgent(Agent):
-    """The agent of one machine. It logs why it restarts the workers. It does not repeat a hang, or the same failure."""
-
-    def watch_workers(self) -> RunResult:
-        result = super().watch_workers()
-        if self.slept_s:
+def _run(workers: WorkerGroup, directory: RunDirectory) -> int:
+    """Run the workers of one machine to their end. Return the exit code. Do not repeat a hang, or the same failure."""
+    failures, most = list[Failure](), workers.launch.max_restarts
+    attempt = 0
+    while True:
+        workers.start(attempt)
+        while (ended := workers.poll()) is None:
+            time.sleep(0.1)
+        if slept_s := workers.slept_s:
             LOGGER.warning("the run was suspended for %.0f s, longer than its processes wait for each other: they start again",
-                           self.slept_s)  # fmt: skip
-            self.allow_restart()
-        elif self.verdict:
-            self.restarts_left = 0
-        elif result.is_failed():
-            number = self.attempt + 1
-            recorded = recorded_failures(self._scratch, attempt=self.attempt)
-            failure = cause(recorded, result.failures, ranks=range(len(self.workers.workers)))
-            if starts_again(failure, self._directory):
-                self.allow_restart()
-                return result
-            if any((before.error, before.where) == (failure.error, failure.where) for before in self.failures):
-                self.restarts_left = 0
-            self.failures.append(failure)
-            if self.restarts_left > 0:
-                with log.log_file(self._directory.log):
-                    LOGGER.warning("%s; restart %d of %d", failure, number, self.workers.spec.max_restarts)
-        return result
+                           slept_s)  # fmt: skip
+        elif workers.verdict:
+            return report(workers.verdict, directory)
+        elif not ended.is_failed():
+            return int(max(ended.return_values.values()))
+        elif not starts_again(failure := workers.cause(ended), directory):
+            is_repeated = any((before.error, before.where) == (failure.error, failure.where) for before in failures)
+            failures.append(failure)
+            if is_repeated or len(failures) > most:
+                return report(failure, directory)
+            with log.log_file(directory.log):
+                LOGGER.warning("%s; restart %d of %d", failure, len(failures), most)
+        attempt += 1

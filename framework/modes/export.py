@@ -21,7 +21,7 @@ from framework.modules.pretrained import pretrained_part, write_pretrained
 from framework.modules.structure import batch_norms, freeze_parameters
 from framework.modules.tensors import Tree, call, map_tensors
 from framework.runtime.exits import Exit, Interrupted, Unfit
-from framework.runtime.files import flush_directory, make_directory, replacing, replacing_directory
+from framework.runtime.files import flush_to_disk, make_directory, replacing, replacing_directory
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import install_command, missing
@@ -81,7 +81,7 @@ def _possible() -> list[str]:
 def _write(path: Path, content: bytes, remark: str) -> str:
     with replacing(path) as beside:
         beside.write_bytes(content)
-    flush_directory(path.parent)
+    flush_to_disk(path.parent)
     return f"{len(content):,} bytes{remark}"
 
 
@@ -95,7 +95,7 @@ def _write_folder(path: Path, module: nn.Module, samples: Tree) -> str:
 
         _, remark = _compared("huggingface", write, module, samples)
         names = sorted(file.name for file in beside.iterdir())
-    flush_directory(path.parent)
+    flush_to_disk(path.parent)
     return f"{', '.join(names)}{remark}"
 
 

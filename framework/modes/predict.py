@@ -74,8 +74,7 @@ def _samples(build: Builder) -> tuple[list[str], Source]:
 
 def _write(recording: "_Kept", file: PredictionsFile | None, world: World) -> None:
     """Let rank 0 write the records of a batch from all ranks. Collective. Unfit on every rank if this is not possible."""
-    found = gathered(recording.taken(), world=world)
-    rows = dict(zip(found.kinds, found.tensors))
+    rows = dict(zip(*gathered(recording.taken(), world=world)))
     fault = next(filter(None, world.agreement.distinct(recording.fault).values()), "")
     if not fault:
         add = (lambda: file.add(rows)) if file is not None else (lambda: "")

@@ -6,13 +6,14 @@ import math
 import os
 import socket
 import time
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from framework.build.training import Builder
-from framework.checkpoint.canonical import OnRank0, gathered, misfit, restore, state_of
+from framework.checkpoint.canonical import gathered, misfit, restore, state_of
 from framework.checkpoint.format import write_safetensors
 from framework.checkpoint.manifest import candidates, checkpoints_of, step_of
 from framework.checkpoint.plain_state import extra_state
@@ -20,7 +21,6 @@ from framework.checkpoint.state import stored_plain_state
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import EXTRA_STATE
 from framework.config.code import loaded_unseen
-from framework.distributed.world import World
 from framework.modes.data_record import DataRecord
 from framework.modes.opening import open_record
 from framework.modules.flops import device_name
@@ -30,7 +30,7 @@ from framework.runs.facts import result, say
 from framework.runs.metrics_file import iterate_rows, numbers_of, write_rows
 from framework.runs.provenance import CHANGED, WAYS, Provenance
 from framework.runtime.exits import DiskFailed, Exit, NoValidCheckpoint, RunEnded, Unfit, exits_as_errors, headline
-from framework.runtime.files import flush_directory, replacing
+from framework.runtime.files import flush_to_disk, replacing
 from framework.runtime.log import LOGGER
 from framework.runtime.plain import Invalid, require_file
 from framework.runtime.preemption import PREEMPTION
@@ -210,8 +210,19 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
     extra = {name: value for part in parts[::-1] for name, value in part.items()}
     metadata = {"format": "pt"} | ({EXTRA_STATE: json.dumps(extra)} if extra else {})
     with trainer.update.averaged():  # the evaluated weights are the final weights
-        weights = gathered(state_of(module), world=world)
-        write = partial(_write_weights, weights, directory, world=world, metadata=metadata)
+        kinds, tensors = gathered(state_of(module), world=world)
+
+        def write() -> None:
+            """Write the weights on rank 0 as they arrive. Collective."""
+            try:
+                if world.rank == 0:
+                    with replacing(directory.weights) as beside:
+                        beside.unlink()  # write_safetensors creates its file
+                        write_safetensors(beside, kinds, tensors, metadata=metadata)
+                    flush_to_disk(directory.path)
+            finally:
+                deque(tensors, maxlen=0)  # to the end even if nothing can be written, because the other ranks send
+
         world.agreement.all_or_fail(write, what="the results not written")
 
     def draw() -> None:
@@ -220,18 +231,6 @@ def _leave_results(trainer: Trainer, build: Builder) -> None:
         draw_curves(*paths, title=title, restarts=restarts, monitor=saving.monitor, mode=saving.direction)
 
     world.agreement.on_rank_0(draw, what="the results not written")
-
-
-def _write_weights(weights: OnRank0, directory: RunDirectory, *, world: World, metadata: dict[str, str]) -> None:
-    """Write the weights on rank 0 as they arrive. Collective."""
-    try:
-        if world.rank == 0:
-            with replacing(directory.weights) as beside:
-                beside.unlink()  # write_safetensors creates its file
-                write_safetensors(beside, weights.kinds, weights.tensors, metadata=metadata)
-            flush_directory(directory.path)
-    finally:
-        weights.drain()  # even if nothing can be written, because the other ranks send
 
 
 def _close_record(trainer: Trainer, status: str, **values: Any) -> None:

@@ -18,7 +18,7 @@ from framework.engine.seam import Demands
 from framework.modules.tensors import local
 from framework.optim.update import gradient_or_zeros
 from framework.runtime.exits import Unfit
-from framework.runtime.torch_internals import set_gradient_sync, without_buffer_sync
+from framework.runtime.torch_internals import without_buffer_sync
 
 Hook = Callable[..., Any]  # from a process group and a bucket of this rank's gradients to their mean, or to a future of it
 
@@ -90,7 +90,7 @@ class Replica:
     def set_sync(self, does_sync: bool) -> None:
         """Set whether the next backward pass sums the gradients over the ranks."""
         self._is_summed = not does_sync
-        set_gradient_sync(self._wrapper, does_sync)
+        self._wrapper.require_backward_grad_sync = does_sync  # as no_sync() does, without a context for each micro-batch
 
     def require_sums(self) -> None:
         """Raise Unfit if the last backward pass has not summed all gradients: the reducer waits for an unused parameter.

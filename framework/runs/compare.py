@@ -10,7 +10,7 @@ from framework.config.code import changed
 from framework.config.frozen_file import recall
 from framework.config.identity import is_below
 from framework.runs.directory import RunDirectory
-from framework.runs.metrics_file import MACHINE, Row, iterate_rows
+from framework.runs.metrics_file import MACHINE, iterate_rows
 from framework.runs.provenance import Provenance, Start
 from framework.runs.settings import execution_of, settings_of, text_of
 
@@ -57,7 +57,8 @@ def environment_differences(first: Path, second: Path) -> TwoValues:
 
 def rows_difference(first: Path, second: Path) -> RowsDifference:
     """Compare every value of every row, except values that come from a clock or from the machine."""
-    ours, theirs = (_rows_of(path) for path in (first, second))
+    ours, theirs = ({(row["step"], row["split"]): row for row in iterate_rows(RunDirectory(path).metrics)}
+                    for path in (first, second))  # fmt: skip
     common = [key for key in ours if key in theirs]
     parted: tuple[int, str] | None = None
     last_same = 0
@@ -120,10 +121,6 @@ def environment_of(start: Start | None) -> dict[str, str]:
 def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> TwoValues:
     names = dict.fromkeys([*ours, *theirs])
     return {name: (ours.get(name, ""), theirs.get(name, "")) for name in names if ours.get(name) != theirs.get(name)}
-
-
-def _rows_of(path: Path) -> dict[tuple[int, str], Row]:
-    return {(row["step"], row["split"]): row for row in iterate_rows(RunDirectory(path).metrics)}
 
 
 def _same(first: Any, second: Any) -> bool:

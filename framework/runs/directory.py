@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from framework.checkpoint.manifest import directory_name
 from framework.config.frozen_file import recall
-from framework.runtime.files import flush_directory, replaced_by, tail, write_atomically
+from framework.runtime.files import flush_to_disk, replaced_by, tail, write_atomically
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
@@ -141,8 +141,8 @@ class RunDirectory:
         names = [name for name in os.listdir(self.path) if _is_a_runs(name) and name != "lock"]
         for name in sorted(names, key=lambda name: name == "config.yaml"):
             (self.path / name).rename(aside / name)
-        flush_directory(aside)
-        flush_directory(self.path)
+        flush_to_disk(aside)
+        flush_to_disk(self.path)
         return aside
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.runtime.files import flush_directory, replacing, tail
+from framework.runtime.files import flush_to_disk, replacing, tail
 from framework.runtime.log import LOGGER
 
 Row = dict[str, Any]  # numbers by name; a row of a file may also have lists of numbers
@@ -114,7 +114,7 @@ class MetricsFile:
         elif step:
             LOGGER.warning("%s is gone: the rows before step %d are lost", path, step)
         self._file = open(path, "ab", buffering=0)
-        flush_directory(path.parent)
+        flush_to_disk(path.parent)
         self._unwritten = bytearray()
 
     def log(self, row: Row) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 
 from framework.checkpoint import manifest
 from framework.checkpoint.manifest import MANIFEST, candidates, read_manifest
+from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
-from framework.runtime.exits import NoValidCheckpoint, RunEnded
-from framework.runtime.files import flush_directory, make_directory, replacing
+from framework.runtime.exits import Exit, NoValidCheckpoint, RunEnded
+from framework.runtime.files import flush_to_disk, make_directory, replacing
 from framework.runtime.lock import RunLocked, is_alive, process_identity
 from framework.runtime.log import LOGGER
-from framework.runtime.objects import Objects, inside
+from framework.runtime.objects import Objects, StoreFailed, fetched_once, inside, is_url
 from framework.runtime.plain import Invalid
+from framework.runtime.problem import Problem
 
 # The last file shows whether the run is finished.
 RECORDS = ("config.yaml", "provenance.json", "metrics.jsonl", "train.log", "curves.png", "model.safetensors", "summary.json")
@@ -40,7 +42,7 @@ class Mirror:
         self.url = self.objects.url
         self._token = ""
         self._committed: dict[str, bytes] = {}  # the manifests of the checkpoints that were uploaded, by name
-        self._records: dict[str, tuple[int, ...]] = {}  # the versions of the records that were uploaded
+        self._is_whole = False  # whether the last upload is done
 
     # --- the owner
 
@@ -48,12 +50,12 @@ class Mirror:
         """Become the owner. Raise RunLocked if the owner is a living process of this machine, or takes the mirror just now."""
         owner = read_facts(self.objects, _OWNER)
         if is_alive(owner):
-            raise self._locked(owner)
+            raise RunLocked(self.url, owner)
         self.objects.remove(_OWNER)
         self._token = secrets.token_hex(8)
         mine = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()} | process_identity()
         if not self.objects.create(_OWNER, json.dumps(mine).encode()):
-            raise self._locked(read_facts(self.objects, _OWNER))
+            raise RunLocked(self.url, read_facts(self.objects, _OWNER))
         there = committed(self.objects.listing("checkpoints"))
         self._committed = {name: self.objects.read(f"checkpoints/{name}/{MANIFEST}") or b"" for name in there}
 
@@ -63,10 +65,6 @@ class Mirror:
             raise MirrorTaken(
                 f"{self.url} has been taken by another command; this command stops, and writes nothing more there"
             )
-
-    def _locked(self, owner: dict[str, Any]) -> RunLocked:
-        who = f"process {owner.get('pid', '?')} on {owner.get('host', 'an unknown host')}"
-        return RunLocked(f"{self.url} is in use by {who}; wait for it, or stop it")
 
     def move_aside(self) -> None:
         """Move the content to the next free `URL.old-N`, the manifests first: without it, a checkpoint does not count."""
@@ -91,7 +89,9 @@ class Mirror:
         self._require()
         for path in new:
             self._put_checkpoint(path, there)
-        self._put_records(is_last=is_last)
+        if is_last:
+            self._put_records(is_last=True)
+            self._is_whole = True
         if paths and paths[0].name in self._committed:
             gone = [name for name in there if name.startswith("checkpoints/") and name.split("/")[1] not in names]
             if gone:
@@ -103,24 +103,15 @@ class Mirror:
     def missing(self) -> list[str]:
         """What is in the directory, but not in the mirror."""
         checkpoints = [path for path in candidates(self.directory.checkpoints) if self._is_new(path)]
-        return [f"checkpoints/{path.name}" for path in checkpoints] + [*self._changed]
+        return [f"checkpoints/{path.name}" for path in checkpoints] + ([] if self._is_whole else self._records)
 
     @property
-    def _changed(self) -> dict[str, tuple[int, ...]]:
-        """The records that differ from the mirror's records, with their versions."""
-        found = {}
-        for name in RECORDS:
-            with suppress(OSError):
-                status = (self.directory.path / name).stat()
-                found[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
-        return {name: version for name, version in found.items() if version != self._records.get(name)}
+    def _records(self) -> list[str]:
+        return [name for name in RECORDS if (self.directory.path / name).exists()]
 
     def _is_new(self, path: Path) -> bool:
         """Return whether a checkpoint must be uploaded. A checkpoint that is damaged or was just pruned must not."""
-        with suppress(OSError, Invalid):
-            read_manifest(path)
-            return (path / MANIFEST).read_bytes() != self._committed.get(path.name)
-        return False
+        return _manifest_of(path) not in (b"", self._committed.get(path.name))
 
     def _put_checkpoint(self, path: Path, there: Iterable[str]) -> None:
         """Upload a checkpoint's files, the rows until its step, and then its manifest. Stop if the run prunes it meanwhile."""
@@ -140,8 +131,8 @@ class Mirror:
         self._committed[path.name] = content
 
     def _put_records(self, *, is_last: bool) -> None:
-        """Upload the changed records. Upload the state "finished" only after everything else."""
-        for name, version in self._changed.items():
+        """Upload the records. Upload the state "finished" only after everything else."""
+        for name in self._records:
             if name == "summary.json":  # upload the content as it was read: the run may end at any moment
                 summary = self.directory.read_summary()
                 if not is_last and summary.get("status") == "finished":
@@ -149,7 +140,6 @@ class Mirror:
                 self.objects.write(name, (json.dumps(summary, indent=1) + "\n").encode())
             else:
                 self.objects.put(self.directory.path / name, name)
-            self._records[name] = version
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):  # first the manifest, which commits it
@@ -168,7 +158,7 @@ class Mirror:
             LOGGER.info(
                 "%s holds a later start of this run: the earlier one is now in %s", self.url, self.directory.move_aside()
             )
-        here = {path.name for path in candidates(self.directory.checkpoints) if _is_committed(path)}
+        here = {path.name for path in candidates(self.directory.checkpoints) if _manifest_of(path)}
         is_finished, newest = not self.directory.is_finished and self.is_finished, max(here, key=_step, default="")
         wanted = [name for name in committed(there) if name not in here]
         if not is_finished and all(_step(name) < _step(newest) for name in wanted):
@@ -189,7 +179,7 @@ class Mirror:
                 if target.exists():  # the checkpoint is damaged
                     manifest.discard(target)
                 os.rename(staging / name, target)
-            flush_directory(self.directory.checkpoints)
+            flush_to_disk(self.directory.checkpoints)
             self._get_records(RECORDS[-1:], there)
         finally:
             manifest.remove(staging)
@@ -225,10 +215,12 @@ def _step(name: str) -> int:
     return -1 if step is None else step
 
 
-def _is_committed(path: Path) -> bool:
+def _manifest_of(path: Path) -> bytes:
+    """Return the content of a checkpoint's manifest; empty if the checkpoint is damaged, or was just pruned."""
     with suppress(Invalid, OSError):
-        return bool(read_manifest(path))
-    return False
+        read_manifest(path)
+        return (path / MANIFEST).read_bytes()
+    return b""
 
 
 def read_facts(objects: Objects, name: str) -> dict[str, Any]:
@@ -254,7 +246,7 @@ def fetch_valid(objects: Objects, wanted: Iterable[str], there: Iterable[str], *
                     objects.get(name, beside)
             for name, entry in read_manifest(path).items():
                 manifest.verify_file(path / name, entry)
-            flush_directory(path)
+            flush_to_disk(path)
             LOGGER.info("fetched %s from %s", checkpoint, objects.url)
             is_one_valid = True
             yield checkpoint
@@ -264,3 +256,43 @@ def fetch_valid(objects: Objects, wanted: Iterable[str], there: Iterable[str], *
             LOGGER.warning("%s; skipping it", reasons[-1])
     if reasons and not is_one_valid:
         raise NoValidCheckpoint("no valid checkpoint is left:\n  " + "\n  ".join(reasons))
+
+
+# --- run.resume=s3://...: a run or checkpoint in an object store, from which another run starts
+
+
+def with_fetched_resume(run: RunSection) -> tuple[RunSection, list[Problem]]:
+    """Return the section with a local copy for a URL in `resume`, unless the run has its own checkpoints."""
+    if not is_url(run.resume) or candidates(RunDirectory(Path(run.dir)).checkpoints):
+        return run, []
+    try:
+        return run.model_copy(update={"resume": str(_fetch_run(run.resume))}), []
+    except StoreFailed as failure:
+        expected = "the URL of a run or checkpoint that can be read" if failure.is_wrong else "the same command tries again"
+        code = Exit.CONFIGURATION if failure.is_wrong else Exit.DISK
+        return run, [Problem("run.resume", str(failure), expected, code=code)]
+    except RunEnded as end:
+        return run, [Problem("run.resume", str(end), code=end.code)]
+
+
+def _fetch_run(url: str) -> Path:
+    """Return the local path of a run or checkpoint in a store, with its rows and its newest valid (or the named) checkpoint.
+
+    Raise StoreFailed if it does not exist or cannot be fetched.
+    Raise NoValidCheckpoint if all checkpoints are damaged.
+    """
+    parent, _, last = url.rstrip("/").rpartition("/")
+    is_checkpoint = manifest.step_of(Path(last)) is not None
+    objects = Objects(parent.removesuffix("/checkpoints") if is_checkpoint else url, heeds_signals=True)
+    there = objects.listing()
+    wanted = [name for name in committed(there) if name == last or not is_checkpoint]
+    if not wanted:
+        raise StoreFailed(f"{url} has no checkpoint", is_wrong=True)
+
+    def fetch(folder: Path) -> None:
+        next(fetch_valid(objects, wanted, there, into=folder / "checkpoints"))
+        if "metrics.jsonl" in there:
+            objects.get("metrics.jsonl", folder / "metrics.jsonl")
+
+    run = fetched_once([url, *(there[f"checkpoints/{name}/{MANIFEST}"].version for name in wanted)], fetch)
+    return next((run / "checkpoints").iterdir()) if is_checkpoint else run

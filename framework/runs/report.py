@@ -79,7 +79,8 @@ class RunReader:
             try:
                 if odd := directory.odd_files():
                     raise OSError(f"{odd[0]} is not a plain file")
-                version = directory.state, *map(_version_of, _files_of(directory))
+                files = path / "config.yaml", path / "provenance.json", directory.metrics, directory.summary
+                version = directory.state, *map(_version_of, files)
                 known = before.get(path)
                 run = known[1] if known is not None and known[0] == version else _read_run(directory, label)
                 self._read[path] = version, run
@@ -87,11 +88,6 @@ class RunReader:
                 why = error.strerror if isinstance(error, OSError) else None
                 left_out.append(f"{label}: {printable(why or str(error))}")
         return [run for _, run in self._read.values()], left_out
-
-
-def _files_of(directory: RunDirectory) -> list[Path]:
-    path = directory.path
-    return [path / "config.yaml", path / "provenance.json", directory.metrics, directory.summary]
 
 
 def _version_of(path: Path) -> tuple[int, ...]:

@@ -30,8 +30,7 @@ def replacing(path: Path, *, is_flushed: bool = True) -> Iterator[Path]:
         if beside.stat().st_mode != mode:
             beside.chmod(mode)
         if is_flushed:
-            with open(beside, "rb") as file:
-                os.fsync(file.fileno())
+            flush_to_disk(beside)
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -47,8 +46,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
         yield beside
         for file in beside.rglob("*"):
             if file.is_file():
-                with open(file, "rb") as opened:
-                    os.fsync(opened.fileno())
+                flush_to_disk(file)
         if path.exists():
             os.replace(path, before)
         os.replace(beside, path)
@@ -101,7 +99,7 @@ def make_directory(path: Path) -> None:
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
     with suppress(PermissionError):  # the directory belongs to another user
-        flush_directory(path.parent)
+        flush_to_disk(path.parent)
 
 
 def require_room(path: Path) -> None:
@@ -138,8 +136,8 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def flush_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut. Flushing a file does not flush the name of the file."""
+def flush_to_disk(path: Path) -> None:
+    """Make a file's content, or the names in a directory, survive a power cut. Flushing a file does not flush its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,9 +8,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import IO, Any, TypeVar
 
 import psutil
@@ -29,12 +29,8 @@ def begin_child() -> None:
     own_file_positions()
 
 
-def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
-    """Return the result of `work`, which runs in a new thread, so that processes which it forks can compute on all cores.
-
-    A process continues as the thread that forks it. A team of OpenMP belongs to the thread that has used it and does not
-    survive a fork: a process that is forked by such a thread waits forever at its first parallel loop.
-    """
+def begun(work: Callable[[], Outcome], *, name: str, daemon: bool) -> Future[Outcome]:
+    """Begin `work` in a new thread, and return its future result."""
     outcome: Future[Outcome] = Future()
 
     def run() -> None:
@@ -43,13 +39,46 @@ def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
         except BaseException as error:
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="fork")
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return outcome
+
+
+@contextmanager
+def repeating(act: Callable[[], object], *, every_s: float, name: str) -> Iterator[None]:
+    """Let a thread call `act` again and again as long as the context lasts."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(every_s):
+            act()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    thread.join()
-    return outcome.result()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
+    """Return the result of `work`, which runs in a new thread, so that processes which it forks can compute on all cores.
+
+    A process continues as the thread that forks it. A team of OpenMP belongs to the thread that has used it and does not
+    survive a fork: a process that is forked by such a thread waits forever at its first parallel loop.
+    """
+    return begun(work, name="fork", daemon=False).result()  # what a forked process starts is no daemon either
 
 
 # --- processes that do nothing
+
+
+def comes_true(condition: Callable[[], object], *, within_s: float) -> bool:
+    """Return whether a condition becomes true in this time. Wait for it."""
+    until = time.monotonic() + within_s
+    while not (is_true := bool(condition())) and time.monotonic() < until:
+        time.sleep(0.05)
+    return is_true
 
 
 Use = dict[int, tuple[float, float]]  # of each thread: its seconds on a CPU, and the seconds that it has waited for one

@@ -25,7 +25,10 @@ _NUM_BYTES = 512  # the fixed size of the file: a file system may also show an o
 
 
 class RunLocked(RunEnded):
-    """Another process uses this directory."""
+    """Another process uses this place: a directory or a mirror."""
+
+    def __init__(self, place: Path | str, holder: dict[str, Any]) -> None:
+        super().__init__(f"{place} is in use by {_named(holder)}; wait for it, or stop it")
 
 
 class Taken(OSError):
@@ -43,8 +46,11 @@ class Claim:
         """Raise Taken if another launch has the directory now. Call this before a write that would harm the other launch."""
         holder = Lock(self.directory).holder() if self.token else {}
         if holder.get("token", self.token) != self.token:
-            who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
-            raise Taken(errno.ESTALE, f"{self.directory} has been taken by {who}")
+            raise Taken(errno.ESTALE, f"{self.directory} has been taken by {_named(holder)}")
+
+
+def _named(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
 
 
 class Lock:
@@ -79,7 +85,7 @@ class Lock:
                 if waited > _PARTY_PATIENCE_S:
                     self.path.unlink(missing_ok=True)  # the lock belongs to the file, not to the file's name
             elif waited > (0.0 if holder and is_alive(holder) is not False else _PATIENCE_S):
-                raise self._locked(holder)
+                raise RunLocked(self.path.parent, holder)
             self._wait(0.05)
         try:
             self._watch_holder()
@@ -102,17 +108,13 @@ class Lock:
                 return
             self._wait(0.1)
         if now != before and now.get("token"):
-            raise self._locked(now)
+            raise RunLocked(self.path.parent, now)
 
     @staticmethod
     def _wait(seconds: float) -> None:
         if PREEMPTION.requested:
             raise Interrupted("stopped before the run's directory was free; the same command starts the run")
         time.sleep(seconds)
-
-    def _locked(self, holder: dict[str, Any]) -> RunLocked:
-        pid, host = holder.get("pid", "?"), holder.get("host", "an unknown host")
-        return RunLocked(f"{self.path.parent} is in use by process {pid} on {host}; wait for it, or stop it")
 
     def _write(self, token: str, beat: int = 0) -> None:
         holder = {"host": socket.gethostname(), "party": self._party, "token": token, "beat": beat}

@@ -4,10 +4,9 @@ import hashlib
 import importlib.util
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from framework.runtime.environment import variables
 from framework.runtime.exits import Interrupted
 from framework.runtime.files import locked, make_directory, replacing_directory
+from framework.runtime.forks import begun
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem, extra_with, install_command
@@ -171,25 +171,18 @@ class Objects:
         """
         from fsspec.callbacks import Callback
 
-        answer: Future[Answer] = Future()
         moved_at, patience_s = time.monotonic(), _PATIENCE_S + num_bytes / _SLOWEST
 
         def move(*_: Any, **__: Any) -> None:
             nonlocal moved_at
             moved_at = time.monotonic()
 
-        def ask() -> None:
-            try:
-                answer.set_result(work(Callback(hooks={"moved": move})))
-            except Exception as error:  # errors of botocore, aiohttp, google.auth, ...
-                answer.set_exception(error)
-
-        threading.Thread(target=ask, daemon=True).start()
+        answer = begun(lambda: work(Callback(hooks={"moved": move})), name="store", daemon=True)
         while not wait([answer], timeout=0.1).done:
             self._heed_signals()
             if time.monotonic() - moved_at > patience_s:
                 raise StoreFailed(f"{self.url} cannot be {what}: no answer in {patience_s:.0f} s")
-        if (error := answer.exception()) is not None:
+        if (error := answer.exception()) is not None:  # of botocore, aiohttp, google.auth, ...
             said = " ".join(str(error).split())[:300] or type(error).__name__
             lacks_right = "Credentials" in type(error).__name__
             is_wrong = lacks_right or isinstance(error, (FileNotFoundError, PermissionError, ValueError, ImportError))

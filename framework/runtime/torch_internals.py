@@ -4,10 +4,8 @@
 """
 
 import inspect
-import os
-import signal
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
@@ -17,9 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.distributed import distributed_c10d
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.nn.parallel import DistributedDataParallel
@@ -133,11 +128,6 @@ def without_buffer_sync() -> dict[str, bool]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
-def set_gradient_sync(wrapper: DistributedDataParallel, is_on: bool) -> None:
-    """Set the flag that DDP.no_sync() sets, without a context for each micro-batch."""
-    wrapper.require_backward_grad_sync = is_on
-
-
 # --- loader processes
 
 
@@ -171,53 +161,6 @@ def kill_loader(steps: Any) -> None:
     for process in steps._workers:
         process.kill()
     steps._shutdown_workers()
-
-
-# --- torch elastic's agent
-
-
-class ElasticAgent(LocalElasticAgent):
-    """The agent behind torchrun. This framework uses its parts one by one."""
-
-    def __init__(self, spec: WorkerSpec, *, folder: str, start_method: str) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), start_method=start_method)
-
-    @property
-    def workers(self) -> WorkerGroup:
-        return self._worker_group
-
-    @property
-    def restarts_left(self) -> int:
-        return self._remaining_restarts
-
-    @restarts_left.setter
-    def restarts_left(self, count: int) -> None:
-        self._remaining_restarts = count
-
-    def allow_restart(self) -> None:
-        """Do not count the next restart."""
-        self._worker_group.spec.max_restarts += 1
-        self._remaining_restarts += 1
-
-    def start_workers(self) -> None:
-        self._initialize_workers(self._worker_group)
-
-    def watch_workers(self) -> RunResult:
-        """Return the state of the workers. `run` also calls this, through the name below."""
-        return super()._monitor_workers(self._worker_group)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        return self.watch_workers()
-
-    def end_workers(self, signum: signal.Signals, *, timeout_s: int = 30) -> None:
-        """Send the workers a signal, and kill the workers that remain after the time-out."""
-        if self._pcontext is not None:
-            self._pcontext.close(signum, timeout_s)
-
-    def signal_workers(self, signum: signal.Signals) -> None:
-        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
 
 
 # --- torch elastic's rendezvous
@@ -272,13 +215,6 @@ def greet_others_only(stage: Any, *, rank: int) -> None:
         return
     greetings = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != rank]
-
-
-def is_single_stage(schedule: Any) -> bool:
-    """Return whether a schedule has one stage on each process."""
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-    return isinstance(schedule, PipelineScheduleSingle)
 
 
 def actions_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]]:

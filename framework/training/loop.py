@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from framework.checkpoint.canonical import state_tensors
-from framework.checkpoint.plain_state import plain_state_of_all
+from framework.checkpoint.plain_state import TrainingState, plain_state_of_all
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
-from framework.checkpoint.training_state import TrainingState
 from framework.data.loader import Splits
 from framework.data.source import Split
 from framework.distributed.world import World

@@ -130,8 +130,7 @@ class Loop:
 
     def on_main(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all ranks' tensors by name, on the CPU, on the rank that writes files; nothing on other ranks. Collective."""
-        found = gathered(tensors, world=self._world)
-        return dict(zip(found.kinds, found.tensors))
+        return dict(zip(*gathered(tensors, world=self._world)))
 
     def any(self, flag: bool) -> bool:
         """Return whether any rank's `flag` is true. Use it for decisions about things that differ between ranks. Collective."""

@@ -9,7 +9,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from framework.runtime.files import flush_directory, replacing
+from framework.runtime.files import flush_to_disk, replacing
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
            torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
@@ -62,7 +62,7 @@ class PredictionsFile:
     def commit(self) -> None:
         """Make both files appear under their names."""
         self._ends.close()
-        flush_directory(self._path.parent)
+        flush_to_disk(self._path.parent)
 
     def _begin(self, kinds: _Kinds) -> tuple[IO[bytes], IO[str]]:
         self._kinds = kinds

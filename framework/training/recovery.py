@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from framework.checkpoint.canonical import restore
+from framework.checkpoint.plain_state import TrainingState
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress, stored_plain_state
-from framework.checkpoint.training_state import TrainingState
 from framework.config.trainer import Divergence
 from framework.distributed.world import World
 from framework.engine.buffers import Buffers

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from framework.distributed.groups import _store_of_step, awaited
+from framework.distributed.groups import _tcp_store, awaited
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted
 from tests.harness import begin, command, end, wait_for
@@ -95,7 +95,7 @@ def print_meetings(port: int) -> None:
 
     def meet(step: str, rank: int) -> str:
         place = Environment(rank=rank, world_size=2, local_world_size=2, master_port=port, step=step)
-        store = _store_of_step(place, timeout=timedelta(seconds=60))
+        store = _tcp_store(place)
         kept.append(store)
         store.set(str(rank), step)
         return bytes(store.get(str(1 - rank))).decode()

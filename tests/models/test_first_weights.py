@@ -149,7 +149,7 @@ def test_rank_0_sends_each_rank_its_part(way: Any, tmp_path: Path) -> None:
         fill(module, device=CPU)
         own = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in module.parameters())
         found = gathered(state_of(module), world=world)
-        whole = dict(zip(found.kinds, found.tensors))
+        whole = dict(zip(*found))
         return (
             own,
             module.features.tolist(),
@@ -179,7 +179,7 @@ def test_the_first_weights_are_those_of_a_plain_script(preset: str, tmp_path: Pa
         build = Builder(config, world=world)
         module = build.model(on_meta=build.is_sent and world.rank > 0)
         found = gathered(state_of(build.engine(module).module), world=world)
-        whole = dict(zip(found.kinds, found.tensors))
+        whole = dict(zip(*found))
         return world.rank > 0 or all(torch.equal(value, expected[name]) for name, value in whole.items())
 
     assert all(on_ranks(PRESETS[preset], act, scratch=tmp_path))
@@ -193,12 +193,12 @@ def test_a_disk_that_is_full_on_rank_0_leaves_no_rank_waiting(tmp_path: Path) ->
         found = gathered(own, world=world)
         try:
             if world.rank == 0:
-                next(found.tensors)
+                next(found[1])
                 raise OSError("No space left on device")
         except OSError as error:
             return str(error)
         finally:
-            found.drain()
-        return f"{len(found.kinds)} of all"
+            list(found[1])
+        return f"{len(found[0])} of all"
 
     assert on_ranks(3, act, scratch=tmp_path) == ["No space left on device", "9 of all", "9 of all"]

@@ -11,7 +11,7 @@ from framework.checkpoint.format import digest
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed.world import World
 from framework.runtime.environment import Environment
-from framework.runtime.files import flush_directory
+from framework.runtime.files import flush_to_disk
 from tests.checkpoint.sealing import content_of
 from tests.torture.power_cut import RecordedDisk
 
@@ -27,7 +27,7 @@ def write(store: CheckpointStore, beside: Path, tensors: Any) -> dict[str, Any]:
     """Stand in for the writer of tensors: it makes a file and flushes that, not the directory."""
     shard = beside / "shard-00001.safetensors"
     shard.write_bytes(tensors["content"])
-    flush_directory(shard)
+    flush_to_disk(shard)
     return {shard.name: digest(shard)}
 
 

@@ -13,6 +13,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from framework.runtime.forks import Idleness
+
 # makes a rank write its stacks; it is not a signal that stops a run. A Mac has no real-time signals
 _DUMP = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
 _STACK_BYTES = 1 << 21  # enough for 100 threads of 100 frames each, which is faulthandler's limit
@@ -63,10 +65,11 @@ class Board:
     mine: RankSlot | None = None  # of a rank, which writes its own slot
     has_judged = False  # whether this process has posted the verdict
 
-    def __init__(self, path: Path, *, first_rank: int, num_local: int, is_made: bool = True) -> None:
-        """Open the board. Raise FileNotFoundError if no rank has made it. `first_rank` is the rank of local rank 0."""
-        self.num_local, self._first_rank = num_local, first_rank
-        self._descriptor = os.open(path, os.O_RDWR | (0 if is_made else os.O_CREAT), 0o600)
+    def __init__(self, path: Path, *, first_rank: int, num_local: int) -> None:
+        """Open the board, or make it. `first_rank` is the rank of local rank 0."""
+        self.path, self.num_local, self._first_rank = path, num_local, first_rank
+        self.idleness = Idleness(counts_reads=False)  # who watches a board reads it
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._descriptor, self._stack_at(num_local))
 
     def close(self) -> None:
@@ -83,6 +86,13 @@ class Board:
         state, *fields, phase = _SLOT.unpack(os.pread(self._descriptor, _SLOT.size, local_rank * _SLOT.size))
         values = local_rank, self._first_rank + local_rank, RankState(state), *fields, phase.rstrip(b"\0").decode()
         return RankSlot._make(values)
+
+    def stillness_s(self) -> float:
+        """Return for how many seconds all ranks have done nothing: no beat, no error, no use of a CPU. Call this often."""
+        slots = self.everyone()
+        latest = max(max(slot.beat_at, slot.since) for slot in slots)
+        idle_s = self.idleness.lasts_s([slot.pid for slot in slots if slot.pid])
+        return min(time.monotonic() - latest, idle_s) if latest else 0.0  # no rank has opened the board yet
 
     def stack(self, local_rank: int) -> str:
         """Return the stack that a rank has written so far."""
@@ -121,7 +131,7 @@ class OwnBoard(Board):
     mine: RankSlot
 
     def __init__(self, path: Path, *, rank: int, local_rank: int, num_local: int) -> None:
-        super().__init__(path, first_rank=rank - local_rank, num_local=num_local, is_made=False)
+        super().__init__(path, first_rank=rank - local_rank, num_local=num_local)
         # the handler is in C: it also works if a loop in C never returns to Python
         self._stack = open(path, "r+b", buffering=0)
         self._stack.seek(self._stack_at(local_rank))

@@ -3,17 +3,20 @@
 import os
 import re
 import signal
+import sys
 import sysconfig
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks
 from framework.runtime import log
 from framework.runtime.exits import is_lost_peer, is_timeout
-from framework.runtime.forks import Idleness, busy_s, cpu_use, status_of
+from framework.runtime.forks import busy_s, comes_true, cpu_use, repeating, status_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -88,7 +91,7 @@ def is_of_others(verdict: str) -> bool:
     return verdict.startswith(_OF_OTHERS)
 
 
-_TO_REPORT_S = 1.5  # from the first rank that times out to the last waiting rank that times out
+_REPORT_S = 1.5  # from the first rank that times out to the last waiting rank that times out
 _TO_DUMP_S = 1.5
 _TO_LOSE_S = 2.0  # from a broken connection to the end of the process at the other end
 _LATE_S = 0.5
@@ -108,7 +111,7 @@ def settle(board: OwnBoard, *, timeout_s: float, spans_nodes: bool) -> str:
     """
     if board.mine.state is RankState.LOST_PEER:
         # gloo closes the connections of a rank that has timed out: find out if it was a time-out or the end of the peer
-        _wait(lambda: _has_ended(board) or _has_timed_out(board), at_most_s=_TO_LOSE_S)
+        comes_true(lambda: _has_ended(board) or _has_timed_out(board), within_s=_TO_LOSE_S)
     is_part = board.mine.state is RankState.TIMED_OUT or (board.mine.state is RankState.LOST_PEER and _has_timed_out(board))
     return look(board, timeout_s=timeout_s, spans_nodes=spans_nodes) if is_part else ""
 
@@ -134,13 +137,6 @@ def kill_silent(board: Board) -> None:
                 os.kill(slot.pid, signal.SIGKILL)
 
 
-def stillness_s(board: Board, idleness: Idleness) -> float:
-    """Return for how many seconds all ranks of this node have done nothing: no beat, no error, no use of a CPU."""
-    slots = board.everyone()
-    latest = max(max(slot.beat_at, slot.since) for slot in slots)
-    return min(time.monotonic() - latest, idleness.lasts_s([slot.pid for slot in slots if slot.pid]))
-
-
 def _has_timed_out(board: Board) -> bool:
     return any(slot.state is RankState.TIMED_OUT for slot in board.others())
 
@@ -157,7 +153,7 @@ def _is_stopped(slot: RankSlot) -> bool:
 def _judge_all(board: Board, *, timeout_s: float, spans_nodes: bool) -> None:
     """Find the rank that hangs, log it and post the verdict; do nothing if a rank has ended: then no rank hangs."""
     started_at, used = time.monotonic(), {slot.local_rank: cpu_use(slot.pid) for slot in board.others()}
-    _wait(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), at_most_s=_TO_REPORT_S)
+    comes_true(lambda: _has_ended(board) or all(s.has_reported or _is_stopped(s) for s in board.others()), within_s=_REPORT_S)
     if _has_ended(board):
         return
     gave_up = [slot.since for slot in board.everyone() if slot.state is RankState.TIMED_OUT]
@@ -207,7 +203,37 @@ def _dump(slots: list[RankSlot], board: Board) -> None:
         time.sleep(_SETTLED_S)
 
 
-def _wait(condition: Callable[[], bool], *, at_most_s: float) -> None:
-    deadline = time.monotonic() + at_most_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
+# --- the watch over a run of one process: no other rank waits for it, so a thread notices when it makes no progress
+
+_DEBUGGERS = ("/pdb.py", "/bdb.py")  # in a debugger, a person may need any amount of time
+
+
+@contextmanager
+def watched_alone(*, timeout_s: float, on_hang: Callable[[str], None]) -> Iterator[OwnBoard | None]:
+    """Yield the board of the only rank. A thread calls `on_hang` with the verdict if the rank does nothing for `timeout_s`.
+
+    Yield None if there is no folder for temporary files.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="steadfast_board_") as folder:
+            board = OwnBoard(Path(folder, "board"), rank=0, local_rank=0, num_local=1)
+            view = Board(Path(folder, "board"), first_rank=0, num_local=1)  # in which the rank is one of the others
+    except OSError:
+        yield None
+        return
+
+    def watch() -> None:
+        if view.stillness_s() > timeout_s and not _is_debugged():
+            on_hang(look(view, timeout_s=timeout_s, spans_nodes=False))
+
+    try:
+        with repeating(watch, every_s=1.0, name="hang"):
+            yield board
+    finally:
+        view.close()
+        board.close()
+
+
+def _is_debugged() -> bool:
+    stacks = map(traceback.extract_stack, sys._current_frames().values())
+    return "pydevd" in sys.modules or any(frame.filename.endswith(_DEBUGGERS) for stack in stacks for frame in stack)

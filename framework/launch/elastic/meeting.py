@@ -29,14 +29,6 @@ _CONNECT_S = 2.0
 _MOST_SKEW_S = 5.0  # torch compares the clocks of the nodes
 
 
-def comes_true(condition: Callable[[], object], *, within_s: float) -> bool:
-    """Return whether a condition becomes true in this time. Wait for it."""
-    until = time.monotonic() + within_s
-    while not (is_true := bool(condition())) and time.monotonic() < until:
-        time.sleep(_POLL_S)
-    return is_true
-
-
 def meeting_folder(directory: Path) -> Path:
     """Return the folder, beside a run's directory, of the file that names the store."""
     return directory.with_name(f".{directory.name.lstrip('.')}.elastic")
@@ -150,9 +142,9 @@ class Meeting:
         """Return a recorded value, or None."""
         return json.loads(self._ask("get", key)) if self._ask("check", [key]) else None
 
-    def count(self, key: str, amount: int = 1) -> int:
-        """Add to a number, and return it."""
-        return int(self._ask("add", key, amount))
+    def count(self, key: str) -> int:
+        """Add one to a number, and return it."""
+        return int(self._ask("add", key, 1))
 
     def end(self, code: int, *, error: str | None = None) -> None:
         """Record how the run has ended, unless it is recorded already."""

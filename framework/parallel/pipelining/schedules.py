@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch.distributed import pipelining
 
-from framework.runtime.torch_internals import actions_of, is_single_stage
+from framework.runtime.torch_internals import actions_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
 Balance = Literal["operations"]  # stages of equal cost, by counted operations: the only way so far
@@ -61,7 +61,9 @@ def make_schedule(name: str, stages: Sequence[Any], *, num_micro_batches: int) -
 
 def waiting_share(schedule: Any, *, num_micro_batches: int, num_ranks: int) -> float:
     """Return the share of a pass in which a process waits for others (the bubble), if all stages cost the same."""
-    if is_single_stage(schedule):  # GPipe and 1F1B: Huang et al. 2019, Narayanan et al. 2021
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    if isinstance(schedule, PipelineScheduleSingle):  # GPipe and 1F1B: Huang et al. 2019, Narayanan et al. 2021
         return (num_ranks - 1) / (num_micro_batches + num_ranks - 1)
     return waiting_in(timetable(actions_of(schedule)))
 
