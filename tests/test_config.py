@@ -33,14 +33,6 @@ def run_id(*overrides: str) -> str:
     return found.config["run"]["id"]
 
 
-@pytest.mark.parametrize("override", [
-    "backend=gloo", "launch.nproc_per_node=4", "logger=[tensorboard,wandb]", "run.root=elsewhere", "run.dir=there",
-    "run.resume=never", "trainer.profile=all",
-])  # fmt: skip
-def test_how_a_run_is_executed_is_not_in_its_id(override: str) -> None:
-    assert run_id(override) == run_id()
-
-
 @pytest.mark.parametrize(("one", "other"), [
     (["seed=1", "model=mlp", "model.dim=32"], ["model.dim=32", "model=mlp", "seed=1"]),
     (["optimizer.lr=1"], ["optimizer.lr=1.0"]),

@@ -125,19 +125,6 @@ def test_a_part_ends_a_run_at_the_same_step_on_any_number_of_processes(ranks: in
     assert [(row["split"], row["double_loss"] / row["loss"]) for row in evaluated] == [("val", 2), ("test", 2)]
 
 
-@pytest.mark.slow
-def test_texts_are_written_alike_by_any_strategy(tmp_path: Path) -> None:
-    line = ["dataset=text", "dataset.seq_len=16", "dataset.max_bytes=4000", "model=gpt", "model.dim=16", "model.num_layers=1", "model.num_heads=2",
-            "trainer.max_steps=2", "trainer.eval_every=1", "precision=fp64", "global_batch_size=8", "part=text_samples",
-            "part.text_samples.tokens=30"]  # fmt: skip
-    alone = finished(*line, root=tmp_path / "one")
-    many = finished(*line, "parallel=fsdp", "launch.nproc_per_node=2", root=tmp_path / "many")
-    for step in (1, 2):
-        text = (alone.directory / "samples" / f"{step}.txt").read_text()
-        assert text.startswith("def ") and text == (many.directory / "samples" / f"{step}.txt").read_text()
-    assert (alone.directory / "samples/1.txt").read_text() != (alone.directory / "samples/2.txt").read_text()
-
-
 def test_texts_may_have_a_tokenizer_of_their_own(tmp_path: Path) -> None:
     line = [*GPT, "part=text_samples", "part.text_samples.tokenizer={_target_: tests.own_parts.Letters}",
             "part.text_samples.prompt=abc",
