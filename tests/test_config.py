@@ -1,5 +1,6 @@
 """The configuration: what a run's identity depends on, what is frozen, what is printed, and sweeps."""
 
+import inspect
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from framework.config.frozen_file import freeze, thaw
 from framework.config.help import help_text
 from framework.config.identity import flat
 from framework.config.schema import COMPONENTS, OWN
+from framework.config.targets import locate
 from framework.config.validation import component_problems, validate
 from framework.sweep.line import read
 from framework.sweep.space import combinations
@@ -181,6 +183,26 @@ def test_every_option_fits_the_schema() -> None:
         assert sorted(asked) == sorted(f"{group}.{key}" for group, option in line for key, value in flat(option_node(group, option)).items()
                                        if value == "???"), line  # fmt: skip
         assert [problem for problem in problems if problem.key not in asked] == [], line
+
+
+OPTIONS = [
+    (group, name) for group in ("model", "dataset") for name in options(group) if "???" not in option_node(group, name).values()
+]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_an_option_has_every_argument_of_its_constructor_with_its_default(group: str, option: str) -> None:
+    node = option_node(group, option)
+    parameters = inspect.signature(locate(node.pop("_target_"))).parameters
+    node.pop("defaults", None)
+    assert node.keys() == parameters.keys()
+    assert group != "dataset" or "num_workers" in node
+    for key, parameter in parameters.items():
+        assert parameter.kind is parameter.KEYWORD_ONLY
+        if parameter.default is not parameter.empty:
+            assert node[key] == parameter.default
+        elif key in ("num_classes", "in_channels", "image_size", "vocab_size", "seq_len"):
+            assert node[key] is None, "from the data"
 
 
 def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:
