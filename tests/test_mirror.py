@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import framework.runs.mirror
 from framework.checkpoint.manifest import step_of
 from framework.runs.mirror import committed
 from framework.runtime.objects import Objects
-from tests.harness import Ended, assert_same_bits, begin, command, finished, once, together, wait_for
+from tests.harness import Ended, assert_same_bits, command, finished, once, together, wait_for
 from tests.s3_server import S3Server
 from tests.test_resume import RUN, STRATEGIES, after_step, crash
 
@@ -157,17 +156,6 @@ def test_a_place_that_is_wrong_is_refused_before_the_start(place: str, server: S
 
 
 # --- two commands, one mirror
-
-
-@pytest.mark.slow
-def test_a_second_command_from_another_directory_is_refused(store: str, tmp_path: Path) -> None:
-    first = begin(*RUN, f"run.mirror={store}", root=tmp_path / "first", before=after_step(6, lambda: time.sleep(60)))
-    wait_for_step(store, 4)
-    second = command(*RUN, f"run.mirror={store}", root=tmp_path / "second")
-    assert second.code == 1 and f"is in use by process {first.pid} on " in second.output, second.output
-    assert not list((tmp_path / "second").glob("*/*/checkpoints"))
-    first.kill()
-    first.join()
 
 
 @pytest.mark.slow
