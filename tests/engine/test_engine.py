@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.engine import forward as forwards
+from framework.engine.buffers import Buffers
 from framework.engine.engine import Engine
 from framework.engine.forward import Forward
 from framework.engine.seam import MicroBatch, Step
@@ -16,6 +17,11 @@ from framework.tasks.regression import Regression
 
 torch.manual_seed(0)
 INPUTS, TARGETS = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).double()
 
 
 def linear() -> nn.Module:
@@ -95,6 +101,14 @@ def test_gradients_are_synchronised_with_the_last_micro_batch_alone() -> None:
     calls: list[bool] = []
     run(engine(linear(), set_sync=calls.append), step(0, 2, 4, 7))
     assert calls == [False, False, True]
+
+
+def test_micro_batch_0_alone_moves_the_buffers() -> None:
+    module, first = model(), model()
+    first(INPUTS[:3])
+    run(engine(module), step(0, 3, 5, 7))
+    for mine, expected in zip(Buffers(module).tensors, Buffers(first).tensors):
+        assert torch.equal(mine, expected)
 
 
 def test_the_norm_is_over_all_gradients_and_clipping_scales_to_the_limit() -> None:
