@@ -33,7 +33,7 @@ from tests.harness import (
 )
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, MODELS, NOT_EQUAL, layouts
 from tests.test_conformance import RUN as CONFORMANCE
-from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
+from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt, preempted
 
 LINE = [*RUN, "micro_batch_size=4", "precision=fp64", "trainer.clip_grad_norm=1.0"]  # 21 steps; checkpoints at 4, 8, ...
 BAD = 148  # samples seen before step 11 (7 steps an epoch of 100 samples)
@@ -147,8 +147,8 @@ def rolled_back(strategy: str, *, to: int, root: Path) -> Ended:
     """The same by hand: a run that stopped at that step, and goes on behind the bad batch."""
     line = [*LINE, *STRATEGIES[strategy], ROLLBACK]
     stop = to - 1 if strategy != "single" else to  # several agree a step later
-    stopped = command(*line, root=root, before=after_step(stop, preempt))
-    assert stopped.code == 75 and stopped.summary["step"] == to, stopped.output
+    stopped = preempted(*line, at=stop, root=root)
+    assert stopped.summary["step"] == to, stopped.output
     continued_from(stopped.directory / "checkpoints" / f"step_{to:08d}", samples_seen=BAD + 16)
     return finished(*line, root=root)
 

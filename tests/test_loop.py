@@ -16,7 +16,7 @@ from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_compiler import has_compiler
 from framework.training.loop import Trainer
 from tests.harness import Ended, after_each, around, assert_same_bits, command, finished, once, together
-from tests.test_resume import after_step, preempt
+from tests.test_resume import after_step, preempt, preempted
 
 # 3 steps an epoch, the last of 8 samples
 TINY = [
@@ -334,8 +334,8 @@ def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) 
 
 
 def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(tmp_path: Path) -> None:
-    begun = command(*BASE, root=tmp_path / "first", before=after_step(9, preempt))
-    assert begun.code == 75 and kept(begun) == [8, 9]
+    begun = preempted(*BASE, at=9, root=tmp_path / "first")
+    assert kept(begun) == [8, 9]
     for path in (begun.directory, begun.directory / "checkpoints" / "step_00000008"):
         run = finished(*BASE, f"run.resume={path}", root=tmp_path / path.name)
         assert f"continuing from {begun.directory / 'checkpoints'}" in run.output

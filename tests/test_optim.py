@@ -27,7 +27,7 @@ from framework.optim.update import AveragedWeights, Update
 from framework.runtime.exits import Diverged
 from framework.training.loop import Trainer
 from tests.harness import Ended, around, assert_close, assert_same_bits, before_each, command, finished, once
-from tests.test_resume import after_step, preempt
+from tests.test_resume import after_step, preempt, preempted
 
 # --- optimizers under strategies, in float64; matrices of odd sizes, so that no shard is even
 
@@ -68,8 +68,7 @@ def test_an_optimizer_takes_the_same_steps_on_shards(optimizer: str, strategy: s
 @pytest.mark.slow
 def test_an_optimizer_continues_from_shards_on_one_process(tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS["muon"]]
-    begun = command(*line, *SHARDED, root=tmp_path / "first", before=after_step(5, preempt))
-    assert begun.code == 75, begun.output
+    begun = preempted(*line, *SHARDED, at=5, root=tmp_path / "first")
     assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), alone("muon"))
 
 
@@ -341,8 +340,7 @@ def test_the_rate_of_every_step_is_the_schedules(tmp_path: Path) -> None:
     line = [arg for arg in FP16 if not arg.startswith("precision")]
     line += ["scheduler=wsd", "scheduler.warmup_steps=4", "scheduler.decay_steps=6"]
     line += ["optimizer=sgd", "optimizer.lr=0.5"]
-    stopped = command(*line, root=tmp_path / "runs", before=after_step(11, preempt))
-    assert stopped.code == 75
+    preempted(*line, at=11, root=tmp_path / "runs")
     rows = [row for row in finished(*line, root=tmp_path / "runs").rows if row["split"] == "train"]
     expected = [0.5 * schedules.wsd(k, 24, warmup_steps=4, decay_steps=6, min_lr_ratio=0.0) for k in range(24)]
     assert [row["lr"] for row in rows] == pytest.approx(expected, abs=1e-15)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from framework.cli import run
 from tests.harness import Ended, assert_same_bits, before_each, command, finished, once, refused
 from tests.test_conformance import layouts
-from tests.test_resume import after_step, preempt
+from tests.test_resume import preempted
 
 RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=24", "dataset.num_val=6",
        "dataset.num_test=6", "dataset.seq_len=12", "dataset.vocab_size=16", "model=gpt", "model.dim=16",
@@ -56,7 +56,7 @@ def test_under_any_strategy_a_run_begins_with_the_files_weights(strategy: str, r
 def test_a_warm_run_is_continued_as_any(tmp_path: Path) -> None:
     line = [*RUN, init(first().directory / "model.safetensors"), "trainer.max_epochs=3"]
     whole = finished(*line, root=tmp_path / "whole")
-    assert command(*line, root=tmp_path / "runs", before=after_step(3, preempt)).code == 75
+    preempted(*line, at=3, root=tmp_path / "runs")
     again = finished(*line, root=tmp_path / "runs")
     assert "continuing from" in again.output and "model.init_from" not in again.output
     assert_same_bits(again, whole)
