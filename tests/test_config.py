@@ -150,23 +150,16 @@ def test_a_choice_that_is_not_possible_has_its_remedy(line: list[str], words: st
 
 
 @pytest.mark.usefixtures("own_models")
-@pytest.mark.parametrize(("swept", "widths"), [
-    (["model/encoder=small,large"], [3, 9]),
-    (["+model/encoder@model.encoder.deep=small,large"], [3, 3]),
+@pytest.mark.parametrize(("swept", "models"), [
+    (["model=big", "model/encoder=small,large"], [NET | {"encoder": {"width": 3}}, NET | {"encoder": {"width": 9}}]),
+    (["model=big", "+model/encoder@model.encoder.deep=small,large"],
+     [NET | {"encoder": {"width": 3, "deep": {"width": width}}} for width in (3, 9)]),
+    (["model=50,'1e3'"], [NET | {"width": "50"}, NET | {"width": "1e3"}]),
 ])  # fmt: skip
-def test_a_group_in_a_group_can_be_swept(swept: list[str], widths: list[int]) -> None:
-    multirun, problems = read(["model=big", *swept])
+def test_groups_in_groups_and_options_named_like_numbers_can_be_swept(swept: list[str], models: list[dict[str, Any]]) -> None:
+    multirun, problems = read(swept)
     assert problems == []
-    lines = [multirun.line(values) for values in combinations(multirun.space)]
-    assert [composed_model(*line)["encoder"]["width"] for line in lines] == widths
-
-
-@pytest.mark.usefixtures("own_models")
-def test_options_named_like_numbers_can_be_swept() -> None:
-    multirun, problems = read(["model=50,'1e3'"])
-    assert problems == []
-    lines = [multirun.line(values) for values in combinations(multirun.space)]
-    assert [composed_model(*line)["width"] for line in lines] == ["50", "1e3"]
+    assert [composed_model(*multirun.line(values)) for values in combinations(multirun.space)] == models
 
 
 def test_every_option_fits_the_schema() -> None:

@@ -54,11 +54,14 @@ def killed(store: str, *awaited: int, root: Path, strategy: str = "single", more
     return ended
 
 
-def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(store: str, tmp_path: Path) -> None:
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("more", [[], ["launch.nnodes=1:2"]], ids=["local", "elastic"])
+def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(more: list[str], store: str, tmp_path: Path) -> None:
     strategy = "ddp 2"
+    line = [*RUN, *STRATEGIES[strategy], *more, f"run.mirror={store}"]
     killed(store, 8, root=tmp_path / "runs", strategy=strategy)
     shutil.rmtree(tmp_path / "runs")
-    ended = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
+    ended = finished(*line, root=tmp_path / "runs")
     assert "fetched step_00000008 from s3://" in ended.output
     assert_same_bits(ended, whole(strategy))
     assert ended.directory.name == whole(strategy).directory.name, "run.mirror is not part of the id"
@@ -66,19 +69,9 @@ def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(store: str
     assert sorted(committed(mirror(store).listing())) == here
 
     shutil.rmtree(tmp_path / "runs")
-    again = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
+    again = finished(*line, root=tmp_path / "runs")
     assert "finished already, at step 21" in again.output
     assert_same_bits(again, whole(strategy))
-
-
-@pytest.mark.slow
-def test_an_elastic_run_goes_on_from_the_store_alone(store: str, tmp_path: Path) -> None:
-    killed(store, 8, root=tmp_path / "runs", strategy="ddp 2")
-    shutil.rmtree(tmp_path / "runs")
-    ended = finished(*RUN, *STRATEGIES["ddp 2"], "launch.nnodes=1:2", f"run.mirror={store}", root=tmp_path / "runs")
-    assert "fetched step_00000008" in ended.output
-    assert_same_bits(ended, whole("ddp 2"))
-    assert steps(store) == [21, 20]
 
 
 @pytest.mark.slow

@@ -249,10 +249,15 @@ def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(
     assert asked == [False] * expected
 
 
-def test_one_rank_that_stops_ends_the_run_on_all(tmp_path: Path) -> None:
-    line = [*RUN, *MODELS["gpt, tied"], *own("StopsOnOneRank"), "rehearse=false", "parallel=ddp", "launch.nproc_per_node=2"]
+@pytest.mark.parametrize(
+    "acting",
+    [own("StopsOnOneRank"), ["task._target_=tests.own_parts.ActingTask", "+task.act=stop on one rank"]],
+    ids=["of a run", "of a task"],
+)
+def test_one_rank_on_which_a_part_stops_ends_the_run_on_all(acting: list[str], tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["cnn with BatchNorm"], *acting, "rehearse=false", "parallel=ddp", "launch.nproc_per_node=2"]
     ended = finished(*line, root=tmp_path / "runs")
-    assert ended.summary["step"] == 4 and "rank 0 has seen enough" in ended.output, ended.output
+    assert ended.summary["step"] == 4 and "seen enough" in ended.output, ended.output
 
 
 @pytest.mark.parametrize(("act", "what"), [("rate in row", "lr_share"), ("stop in row", r"stop\(\)")])
@@ -263,17 +268,6 @@ def test_a_part_of_a_task_that_acts_when_a_row_is_due_is_refused(act: str, what:
     assert ended.code != 0 and re.search(rf"{what}: row\(\) of a task's or a strategy's part only reads", ended.output), (
         ended.output
     )
-
-
-def test_one_rank_on_which_a_part_of_a_task_stops_ends_the_run_on_all(tmp_path: Path) -> None:
-    acting = [
-        *MODELS["cnn with BatchNorm"],
-        "task._target_=tests.own_parts.ActingTask",
-        "+task.act=stop on one rank",
-        "parallel=ddp",
-        "launch.nproc_per_node=2",
-    ]
-    assert finished(*RUN, *acting, "rehearse=false", root=tmp_path / "runs").summary["step"] == 4
 
 
 @pytest.mark.slow
