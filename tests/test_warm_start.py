@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from framework.cli import run
+from tests.checkpoint.test_hostile import Payload
 from tests.harness import Ended, assert_same_bits, before_each, command, finished, once, refused
 from tests.test_conformance import layouts
 from tests.test_resume import preempted
@@ -93,11 +94,6 @@ def test_an_evaluation_does_not_ask_for_the_file(tmp_path: Path) -> None:
 # --- what is refused
 
 
-class Payload:
-    def __reduce__(self) -> object:
-        return os.system, ("false",)
-
-
 def a_strangers(path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
@@ -109,7 +105,7 @@ def a_strangers(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: path.write_bytes(pickle.dumps(Payload())), "is not a safetensors file: "),
+        (lambda path: path.write_bytes(pickle.dumps(Payload(path))), "is not a safetensors file: "),
         (lambda path: path.write_bytes(struct.pack("<Q", 2**63) + b"{}"), "is not a safetensors file: "),
         (lambda path: save_file({"\x1b[2J": torch.zeros(1)}, path), "has a name that cannot be printed: '\\x1b[2J'"),
         (os.mkfifo, "is a device or a pipe instead of a file"),
