@@ -139,7 +139,7 @@ class GlooForEmulated(dist.ProcessGroup):
         return self._name
 
 
-class _Done(dist.Work):
+class Done(dist.Work):
     """An operation that has ended, with the emulated tensors that it has filled."""
 
     def __init__(self, tensors: Any) -> None:
@@ -163,7 +163,7 @@ def _by_gloo(theirs: str) -> Callable[..., dist.Work]:
         if theirs in ("send", "recv"):  # the other side may be about to send first
             return work
         work.wait()
-        return _Done(arguments[0] if arguments else None)
+        return Done(arguments[0] if arguments else None)
 
     return run
 

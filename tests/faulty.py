@@ -620,8 +620,6 @@ class Rates(Net):
 class Rotary(Net):
     """A complex buffer, as in the first code of Llama, and a part in a type of its own."""
 
-    freqs: Tensor
-
     def make(self) -> None:
         self.register_buffer("freqs", torch.polar(torch.ones(6), torch.arange(6.0)), persistent=False)
         self.exact = nn.Linear(12, 12).double()
@@ -760,8 +758,6 @@ class Deep(Net):
 
 
 class Calibrated(Net):
-    largest: Tensor
-
     def make(self) -> None:
         self.register_buffer("largest", torch.zeros(()))
 
@@ -798,20 +794,6 @@ class ByClosure(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         closure()
         return super().step()
-
-
-class FreezesStatistics(Net):
-    steps: Tensor
-
-    def make(self) -> None:
-        self.norm = nn.BatchNorm1d(12)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def middle(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-            self.norm.train(int(self.steps) < 4)
-        return self.norm(x)
 
 
 class Progressive(Synthetic):
@@ -875,18 +857,6 @@ class Teacher2(Net):
         return x + teacher.to(x)(x).mean()
 
 
-class FreezesLater(Net):
-    steps: Tensor
-
-    def make(self) -> None:
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def middle(self, x: Tensor) -> Tensor:
-        self.steps += self.training
-        self.first.requires_grad_(int(self.steps) < 5)
-        return x
-
-
 # --- what is found in a run, later than a rehearsal looks
 
 
@@ -909,8 +879,6 @@ class Factored(torch.optim.SGD):
 class Later(Net):
     """Does something from its sixth step on, by a counter that is a buffer."""
 
-    num_steps: Tensor
-
     def make(self) -> None:
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
 
@@ -923,6 +891,25 @@ class Later(Net):
         return x
 
 
+class FreezesLater(Later):
+    def later(self, x: Tensor) -> Tensor:
+        self.first.requires_grad_(False)
+        return x
+
+
+class FreezesStatistics(Later):
+    def make(self) -> None:
+        super().make()
+        self.norm = nn.BatchNorm1d(12)
+
+    def later(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        return x
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.norm(super().middle(x))
+
+
 class LaterBuffer(Later):
     def later(self, x: Tensor) -> Tensor:
         if not hasattr(self, "late"):
@@ -931,8 +918,6 @@ class LaterBuffer(Later):
 
 
 class GrowingBuffer(Later):
-    history: Tensor
-
     def make(self) -> None:
         super().make()
         self.register_buffer("history", torch.ones(1, 12))
@@ -1014,8 +999,6 @@ class Pulled(Net):
 
 class Observing(Net):
     """Quantisation's flag: whether it observes depends on the mode alone."""
-
-    observes: Tensor
 
     def make(self) -> None:
         self.register_buffer("observes", torch.ones(1))

@@ -19,9 +19,9 @@ from framework.cli.about_runs import command_of
 from framework.runs.compare import config_differences, rows_difference, weights_difference
 from framework.runs.lineage import lineage
 from framework.runs.provenance import Provenance, git_state
-from tests.harness import Ended, command, finished, typed
+from tests.harness import Ended, finished, typed
 from tests.test_loop import TINY
-from tests.test_resume import after_step, preempt
+from tests.test_resume import preempted
 
 SHORT = [*TINY, "trainer.max_epochs=2", "trainer.eval_every=3"]
 
@@ -119,8 +119,7 @@ def test_a_parent_is_remembered_whatever_becomes_of_it(root: Path, tmp_path: Pat
     line = [*SHORT, f"run.dir={tmp_path / 'parent'}"]
     parent = finished(*line, "seed=3", root=tmp_path).root / "parent"
     longer = [*SHORT, "seed=3", "trainer.max_epochs=4", f"run.dir={tmp_path / 'child'}"]
-    stopped = command(*longer, f"run.resume={parent}", root=tmp_path, before=after_step(8, preempt))
-    assert stopped.code == 75, stopped.output
+    preempted(*longer, f"run.resume={parent}", at=8, root=tmp_path)
     finished(*longer, root=tmp_path)  # without the word
     child = tmp_path / "child"
     assert [ancestor.run.name for ancestor in lineage(child)] == ["parent", "child"]

@@ -21,7 +21,7 @@ from framework.modes import train as run
 from framework.modules.tensors import whole
 from tests.harness import Ended, assert_close, command, finished, once, together
 from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, layouts
-from tests.test_resume import after_step, preempt
+from tests.test_resume import after_step, preempt, preempted
 
 # AdamW with two groups, a frozen matrix and vector, tied weights, an average of the weights
 RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=40", "dataset.num_val=6",
@@ -121,8 +121,8 @@ def test_a_run_goes_on_under_another_strategy(
 
 
 def test_the_same_command_under_another_strategy_is_the_same_run(tmp_path: Path) -> None:
-    stopped = command(*RUN, *line("ddp"), root=tmp_path, before=after_step(4, preempt))
-    assert stopped.code == 75 and stopped.summary["step"] == 5, stopped.output
+    stopped = preempted(*RUN, *line("ddp"), at=4, root=tmp_path)
+    assert stopped.summary["step"] == 5, stopped.output
     ended = finished(*RUN, *line("fsdp"), "trainer.activation_checkpointing=true", root=tmp_path)
     assert ended.directory == stopped.directory and "continuing from" in ended.output
     assert_close(ended, once(*RUN))

@@ -89,27 +89,20 @@ def test_a_step_computes_what_it_does_on_one_process_or_is_refused(
     assert_close(ended, once(*line))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("task", "line"), [("Contrastive", []), ("SelfDistillation", ["parallel=fsdp"])])
-def test_a_step_passes_the_rehearsal_and_computes_the_same_on_three_processes(
-    task: str, line: list[str], tmp_path: Path
-) -> None:
-    many = [*(line or ["parallel=ddp"]), "launch.nproc_per_node=3", "rehearse=true"]
-    assert_close(finished(*own_step(task), *many, root=tmp_path / "runs"), once(*own_step(task)))
+OTHERS = [
+    ("Contrastive", "parallel=ddp launch.nproc_per_node=3 rehearse=true"),
+    ("SelfDistillation", "parallel=fsdp launch.nproc_per_node=3 rehearse=true"),
+    # it differentiates the model itself, whose weights stay
+    ("GradientPenalty", "parallel=hsdp launch.nproc_per_node=2 parallel.reshard_after_forward=false rehearse=true"),
+    ("GradientPenalty", "parallel=zero launch.nproc_per_node=2"),
+    ("InPieces", "parallel=fsdp launch.nproc_per_node=2"),  # it calls methods of the model
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hsdp", "zero"])
-def test_a_step_differentiates_the_model_itself_where_its_weights_stay(strategy: str, tmp_path: Path) -> None:
-    words = [] if strategy == "zero" else ["parallel.reshard_after_forward=false", "rehearse=true"]
-    line = [*own_step("GradientPenalty"), f"parallel={strategy}", *words, "launch.nproc_per_node=2"]
-    assert_close(finished(*line, root=tmp_path / "runs"), once(*own_step("GradientPenalty")))
-
-
-@pytest.mark.slow
-def test_a_step_calls_methods_of_the_model(tmp_path: Path) -> None:
-    line = [*own_step("InPieces"), "parallel=fsdp", "launch.nproc_per_node=2"]
-    assert_close(finished(*line, root=tmp_path / "runs"), once(*own_step("InPieces")))
+@pytest.mark.parametrize(("task", "words"), OTHERS)
+def test_a_step_computes_the_same_on_other_processes_too(task: str, words: str, tmp_path: Path) -> None:
+    assert_close(finished(*own_step(task), *words.split(), root=tmp_path / "runs"), once(*own_step(task)))
 
 
 KILLED = [("SelfDistillation", "ddp"), ("Contrastive", "fsdp")]

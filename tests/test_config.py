@@ -1,5 +1,6 @@
 """The configuration: what a run's identity depends on, what is frozen, what is printed, and sweeps."""
 
+import inspect
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from framework.config.frozen_file import freeze, thaw
 from framework.config.help import help_text
 from framework.config.identity import flat
 from framework.config.schema import COMPONENTS, OWN
+from framework.config.targets import locate
 from framework.config.validation import component_problems, validate
 from framework.sweep.line import read
 from framework.sweep.space import combinations
@@ -31,14 +33,6 @@ def run_id(*overrides: str) -> str:
     found = composed(*overrides)
     assert not found.problems
     return found.config["run"]["id"]
-
-
-@pytest.mark.parametrize("override", [
-    "backend=gloo", "launch.nproc_per_node=4", "logger=[tensorboard,wandb]", "run.root=elsewhere", "run.dir=there",
-    "run.resume=never", "trainer.profile=all",
-])  # fmt: skip
-def test_how_a_run_is_executed_is_not_in_its_id(override: str) -> None:
-    assert run_id(override) == run_id()
 
 
 @pytest.mark.parametrize(("one", "other"), [
@@ -156,23 +150,16 @@ def test_a_choice_that_is_not_possible_has_its_remedy(line: list[str], words: st
 
 
 @pytest.mark.usefixtures("own_models")
-@pytest.mark.parametrize(("swept", "widths"), [
-    (["model/encoder=small,large"], [3, 9]),
-    (["+model/encoder@model.encoder.deep=small,large"], [3, 3]),
+@pytest.mark.parametrize(("swept", "models"), [
+    (["model=big", "model/encoder=small,large"], [NET | {"encoder": {"width": 3}}, NET | {"encoder": {"width": 9}}]),
+    (["model=big", "+model/encoder@model.encoder.deep=small,large"],
+     [NET | {"encoder": {"width": 3, "deep": {"width": width}}} for width in (3, 9)]),
+    (["model=50,'1e3'"], [NET | {"width": "50"}, NET | {"width": "1e3"}]),
 ])  # fmt: skip
-def test_a_group_in_a_group_can_be_swept(swept: list[str], widths: list[int]) -> None:
-    multirun, problems = read(["model=big", *swept])
+def test_groups_in_groups_and_options_named_like_numbers_can_be_swept(swept: list[str], models: list[dict[str, Any]]) -> None:
+    multirun, problems = read(swept)
     assert problems == []
-    lines = [multirun.line(values) for values in combinations(multirun.space)]
-    assert [composed_model(*line)["encoder"]["width"] for line in lines] == widths
-
-
-@pytest.mark.usefixtures("own_models")
-def test_options_named_like_numbers_can_be_swept() -> None:
-    multirun, problems = read(["model=50,'1e3'"])
-    assert problems == []
-    lines = [multirun.line(values) for values in combinations(multirun.space)]
-    assert [composed_model(*line)["width"] for line in lines] == ["50", "1e3"]
+    assert [composed_model(*multirun.line(values)) for values in combinations(multirun.space)] == models
 
 
 def test_every_option_fits_the_schema() -> None:
@@ -189,6 +176,26 @@ def test_every_option_fits_the_schema() -> None:
         assert sorted(asked) == sorted(f"{group}.{key}" for group, option in line for key, value in flat(option_node(group, option)).items()
                                        if value == "???"), line  # fmt: skip
         assert [problem for problem in problems if problem.key not in asked] == [], line
+
+
+OPTIONS = [
+    (group, name) for group in ("model", "dataset") for name in options(group) if "???" not in option_node(group, name).values()
+]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_an_option_has_every_argument_of_its_constructor_with_its_default(group: str, option: str) -> None:
+    node = option_node(group, option)
+    parameters = inspect.signature(locate(node.pop("_target_"))).parameters
+    node.pop("defaults", None)
+    assert node.keys() == parameters.keys()
+    assert group != "dataset" or "num_workers" in node
+    for key, parameter in parameters.items():
+        assert parameter.kind is parameter.KEYWORD_ONLY
+        if parameter.default is not parameter.empty:
+            assert node[key] == parameter.default
+        elif key in ("num_classes", "in_channels", "image_size", "vocab_size", "seq_len"):
+            assert node[key] is None, "from the data"
 
 
 def test_a_frozen_configuration_comes_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """steadfast convert: the weights of a file that torch.save has written, as safetensors; nothing in the file is run."""
 
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.checkpoint.test_hostile import Payload
 from tests.harness import Says, finished, typed
 
 NET = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -84,14 +84,6 @@ def test_a_run_begins_with_what_was_converted(tmp_path: Path) -> None:
 
 
 # --- what is refused
-
-
-class Payload:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 class Own(nn.Module):

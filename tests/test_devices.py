@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.distributed import distributed_c10d
 from framework.cli.run import checked_line
 from framework.config.schema import BackendSection
 from framework.distributed import world
-from framework.distributed.devices import devices_of, record_collectives, require_one_kind
+from framework.distributed.devices import devices_of, record_collectives
 from framework.launch.failures import Failure, cause
 from framework.main import main
 from framework.parallel.sync_batchnorm import synchronise
@@ -158,27 +157,6 @@ def test_on_the_cpu_no_process_is_started_for_each_device(cuda: Callable[[int], 
 
 
 # --- of all processes
-
-
-@pytest.mark.parametrize("kinds", [["cpu"] * 3, ["cuda"] * 2, ["cuda", "cpu", "cuda"]])
-def test_all_processes_have_one_kind_of_device(kinds: list[str]) -> None:
-    store, said = dist.HashStore(), dict[int, str]()
-
-    def join(rank: int) -> None:
-        try:
-            require_one_kind(kinds[rank], store, world_size=len(kinds), timeout=timedelta(seconds=15))
-            said[rank] = ""
-        except Unfit as error:
-            said[rank] = str(error)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(kinds))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(said) == len(kinds)
-    for text in said.values():
-        assert ("2 of 3 processes see CUDA devices" in text) == (len(set(kinds)) > 1)
 
 
 def test_a_run_whose_processes_differ_ends_at_once_on_all_of_them(tmp_path: Path) -> None:

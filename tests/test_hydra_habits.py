@@ -71,28 +71,25 @@ class Mine(Callback):
 """
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("where", ["file", "line"])
-def test_callbacks_are_called_once_around_a_run_on_two_processes(where: str, folder: Path) -> None:
-    (folder / "mine.py").write_text(CALLBACK)
-    node = "{_target_: mine.Mine, file: calls}"
-    in_file = experiment(folder, f"hydra: {{callbacks: {{mine: {node}}}}}")
-    words = [in_file] if where == "file" else [f"+hydra.callbacks.mine={node.replace(': ', ':')}"]
-    ended = run(folder, *words, "seed=3", "parallel=ddp", "launch.nproc_per_node=2")
-    assert ended.code == 0, ended.output
-    assert (folder / "calls").read_text().splitlines() == ["run_start 3", "job_start train", "job_end COMPLETED", "run_end"]
-    assert "mine" not in {module for code in Provenance(ended.directory).read().code.values() for module in code}
+JOB = ["job_start train", "job_end COMPLETED"]
+CALLS = {
+    ("parallel=ddp", "launch.nproc_per_node=2", "seed=3"): ["run_start 3", *JOB, "run_end"],
+    ("-m", "seed=0,1"): ["multirun_start", *JOB, *JOB, "multirun_end"],
+}
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("where", ["line", "file"])
-def test_callbacks_are_called_around_a_sweep_and_each_of_its_jobs(where: str, folder: Path) -> None:
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("where", "words"), [*zip(("file", "line"), CALLS), *zip(("line", "file"), CALLS)])
+def test_callbacks_are_called_once_around_a_run_or_a_sweep_and_each_of_its_jobs(
+    where: str, words: tuple[str, ...], folder: Path
+) -> None:
     (folder / "mine.py").write_text(CALLBACK)
     in_file = experiment(folder, "hydra: {callbacks: {mine: {_target_: mine.Mine, file: calls}}}")
-    word = in_file if where == "file" else "+hydra.callbacks.mine={_target_:mine.Mine,file:calls}"
-    assert run(folder, "-m", word, "seed=0,1").code == 0
-    jobs = 2 * ["job_start train", "job_end COMPLETED"]
-    assert (folder / "calls").read_text().splitlines() == ["multirun_start", *jobs, "multirun_end"]
+    ended = run(folder, in_file if where == "file" else "+hydra.callbacks.mine={_target_:mine.Mine,file:calls}", *words)
+    assert ended.code == 0, ended.output
+    assert (folder / "calls").read_text().splitlines() == CALLS[words]
+    for path in folder.glob("runs/*/*/provenance.json"):
+        assert "mine" not in {module for code in Provenance(path.parent).read().code.values() for module in code}
 
 
 LAUNCHER = """import cloudpickle, subprocess, sys
@@ -142,8 +139,7 @@ def test_another_launcher_of_hydra_runs_the_jobs(launcher: Path, folder: Path) -
     assert "3 jobs: 3 finished" in ended.output and ended.output.count("finished already") == 1
     (note,) = folder.glob("runs/sweeps/*/launcher.txt")
     assert note.read_text().splitlines() == ["0 0", "1 2"]
-    jobs = 2 * ["job_start train", "job_end COMPLETED"]
-    assert (folder / "calls").read_text().splitlines() == ["multirun_start", *jobs, "multirun_end"]
+    assert (folder / "calls").read_text().splitlines() == CALLS["-m", "seed=0,1"]
     failed = run(folder, *line[:2], "seed=0,1", "optimizer=sgd", "optimizer.lr=1e30")
     assert failed.code == 70 and "2 of 2 jobs failed" in failed.output
     launcher.write_text("_target_: builtins.dict\n")

@@ -108,7 +108,8 @@ def test_two_configurations_are_one_run(one: dict[str, Any], other: dict[str, An
     (["parallel=local-sgd"], [], False),
     (["parallel=local-sgd"], ["parallel=diloco"], False),
     (["invariance=bitwise", "micro_batch_size=8", "parallel=ddp"], ["micro_batch_size=8", "parallel=ddp"], False),
-    (["trainer.log_every=5"], [], True),
+    (["backend=gloo", "launch.nproc_per_node=4", "logger=[tensorboard,wandb]", "run.root=elsewhere", "run.dir=there", "run.resume=never",
+      "trainer.profile=all", "trainer.log_every=5"], [], True),
     (["trainer.log_every=5", STOPS, "trainer.early_stopping.monitor=val/loss"], [STOPS, "trainer.early_stopping.monitor=val/loss"], True),
     (["trainer.log_every=5", STOPS, "trainer.early_stopping.monitor=train/loss"], [STOPS, "trainer.early_stopping.monitor=train/loss"], False),
     (["trainer.log_every=5", "part=gradient_norms"], ["part=gradient_norms"], False),  # a part knows which steps have rows

@@ -62,10 +62,6 @@ def importing(roots: set[str], paths: list[Path]) -> list[str]:
     return [name(path) for path in paths if {imported.split(".")[0] for imported in imports(path)} & roots]
 
 
-def test_nothing_imports_models() -> None:
-    assert importing({"models"}, [*FRAMEWORK, ROOT / "train.py"]) == []
-
-
 def test_no_module_is_asked_for_parameters_by_a_method_that_its_class_may_replace() -> None:
     paths = [path for path in FRAMEWORK if "preflight" not in path.parts]
     assert [name(path) for path in paths if re.search(r"(?<!nn\.Module)\.parameters\(", path.read_text())] == []

@@ -1,5 +1,6 @@
 """Objects of a program as the components of a draft: what the same loop by hand computes, in one process and in several."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,15 @@ def assert_equal_models(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(one.state_dict()[name], value, rtol=0, atol=1e-12, msg=name)
 
 
-def in_a_program(program: Callable[[], object], folder: Path) -> None:
-    """Run a function in a process of its own, in a folder."""
-    ended = typed("--version", directory=folder, before=program)
-    assert ended.code == 0, "\n" + ended.output
+def in_a_program(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a process of its own, in its folder."""
+
+    @functools.wraps(test)
+    def run_test(tmp_path: Path, **values: Any) -> None:
+        ended = typed("--version", directory=tmp_path, before=lambda: test(tmp_path=tmp_path, **values))
+        assert ended.code == 0, "\n" + ended.output
+
+    return run_test
 
 
 SAMPLES = {"train": data(), "val": data(8)}
@@ -66,62 +72,46 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@in_a_program
 def test_a_draft_of_objects_computes_what_the_loop_by_hand_does(kind: str, tmp_path: Path) -> None:
-    def program() -> None:
-        net = network()
-        loss: Any = nn.MSELoss() if kind != "a function" else squared
-        done = run(model=net, dataset=SAMPLES, task=loss, optimizer=OPTIMIZERS[kind](net), **KEYS)
-        assert_equal_models(net, by_hand())
-        assert_equal_models(load(done.directory), net)
-        assert done.directory.name == "draft" and done.summary["status"] == "finished"
-
-    in_a_program(program, tmp_path)
+    net = network()
+    loss: Any = nn.MSELoss() if kind != "a function" else squared
+    done = run(model=net, dataset=SAMPLES, task=loss, optimizer=OPTIMIZERS[kind](net), **KEYS)
+    assert_equal_models(net, by_hand())
+    assert_equal_models(load(done.directory), net)
+    assert done.directory.name == "draft" and done.summary["status"] == "finished"
 
 
+@in_a_program
 def test_a_scheduler_is_a_function_of_the_optimizer(tmp_path: Path) -> None:
-    def program() -> None:
-        net = network()
-        given: Any = {"dataset": SAMPLES, "task": nn.MSELoss(), "optimizer": OPTIMIZERS["a function"](net)}
-        given |= KEYS | {"scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
-        with pytest.raises(RunFailed, match="exit 78: scheduler.every: "):
-            run(model=net, **given)
-        run(model=net, **given, **{"scheduler.every": "step"})
-        assert_equal_models(net, by_hand(gamma=0.9))
-
-    in_a_program(program, tmp_path)
+    net = network()
+    given: Any = {"dataset": SAMPLES, "task": nn.MSELoss(), "optimizer": OPTIMIZERS["a function"](net)}
+    given |= KEYS | {"scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+    with pytest.raises(RunFailed, match="exit 78: scheduler.every: "):
+        run(model=net, **given)
+    run(model=net, **given, **{"scheduler.every": "step"})
+    assert_equal_models(net, by_hand(gamma=0.9))
 
 
+@in_a_program
 def test_it_does_so_on_two_processes_also_after_torch_has_computed_here(tmp_path: Path) -> None:
-    def program() -> None:
-        net = network()
-        torch.set_num_threads(2)
-        (torch.rand(512, 512) @ torch.rand(512, 512)).exp().sum()
-        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.8, 0.99))
-        run(
-            "parallel=ddp",
-            "launch.nproc_per_node=2",
-            model=net,
-            dataset=SAMPLES,
-            task=nn.MSELoss(),
-            optimizer=optimizer,
-            **KEYS,
-        )
-        assert_equal_models(net, by_hand())
-
-    in_a_program(program, tmp_path)
+    net = network()
+    torch.set_num_threads(2)
+    (torch.rand(512, 512) @ torch.rand(512, 512)).exp().sum()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.8, 0.99))
+    run("parallel=ddp", "launch.nproc_per_node=2", model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=optimizer, **KEYS)
+    assert_equal_models(net, by_hand())
 
 
+@in_a_program
 def test_code_that_has_been_edited_in_between_does_the_new_thing(tmp_path: Path) -> None:
-    def program() -> None:
-        losses = []
-        for factor in (1.0, 3.0):  # as a cell that is edited and run again
-            cell: dict[str, Any] = {}
-            exec(f"def loss(outputs, targets):\n    return {factor} * ((outputs - targets) ** 2).mean()", cell)
-            done = run(model=network(), dataset=SAMPLES, task=cell["loss"], optimizer=torch.optim.SGD, **KEYS)
-            losses.append(done.rows[0]["loss"])
-        assert losses[1] == pytest.approx(3 * losses[0], rel=1e-12)
-
-    in_a_program(program, tmp_path)
+    losses = []
+    for factor in (1.0, 3.0):  # as a cell that is edited and run again
+        cell: dict[str, Any] = {}
+        exec(f"def loss(outputs, targets):\n    return {factor} * ((outputs - targets) ** 2).mean()", cell)
+        done = run(model=network(), dataset=SAMPLES, task=cell["loss"], optimizer=torch.optim.SGD, **KEYS)
+        losses.append(done.rows[0]["loss"])
+    assert losses[1] == pytest.approx(3 * losses[0], rel=1e-12)
 
 
 class Endless(IterableDataset[Any]):
@@ -148,15 +138,13 @@ DATA: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", DATA)
+@in_a_program
 def test_data_come_in_as_they_are(kind: str, tmp_path: Path) -> None:
-    def program() -> None:
-        net = network()
-        done = run(model=net, dataset=DATA[kind](), task=nn.MSELoss(), optimizer=torch.optim.Adam, **KEYS)
-        splits = [row["split"] for row in done.rows]
-        assert splits.count("train") == 12 and ("val.two" in splits) is (kind == "several for validation")
-        assert not torch.equal(net.state_dict()["0.weight"], network().state_dict()["0.weight"])
-
-    in_a_program(program, tmp_path)
+    net = network()
+    done = run(model=net, dataset=DATA[kind](), task=nn.MSELoss(), optimizer=torch.optim.Adam, **KEYS)
+    splits = [row["split"] for row in done.rows]
+    assert splits.count("train") == 12 and ("val.two" in splits) is (kind == "several for validation")
+    assert not torch.equal(net.state_dict()["0.weight"], network().state_dict()["0.weight"])
 
 
 @pytest.mark.slow
@@ -180,32 +168,30 @@ def test_the_rest_of_a_model_stays_and_a_loss_that_is_no_mean_is_told(tmp_path: 
 
 
 @pytest.mark.slow
+@in_a_program
 def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_path: Path) -> None:
-    def program() -> None:
-        with pytest.raises(ConfigurationError, match="metric: a object is not a value of this key"):
-            compose(model=network(), metric=object())
-        with pytest.raises(ConfigurationError, match="trainer.max_stepz: unknown key"):
-            compose(trainer={"max_stepz": 3})
-        two = torch.optim.SGD([{"params": [p]} for p in network().parameters()], lr=0.1)
-        with pytest.raises(ConfigurationError, match="optimizer: has several groups"):
-            run(model=network(), dataset=SAMPLES, task=nn.MSELoss(), optimizer=two, **KEYS)
-        net: Any = network()
-        with pytest.raises(ConfigurationError, match="optimizer: holds 2 parameters, and the model trains 4"):
-            run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD(net[2].parameters(), lr=0.1), **KEYS)
-        with pytest.raises(ConfigurationError, match="dataset: train is an iterator, which can be read once"):
-            run(model=net, dataset={"train": pairs(), "val": pairs()}, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
-        with pytest.raises(ConfigurationError, match="dataset: some splits have an index, and others are streams"):
-            run(model=net, dataset={"train": pairs, "val": data()}, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
-        with pytest.raises(ConfigurationError, match="dataset: tests is no split"):
-            compose(model=net, dataset={"train": data(), "tests": data()})
-        config = compose("model=mlp", trainer={"max_steps": 3}, name="it's", seed=4)
-        assert (config.trainer.max_steps, config.name, config.seed, config.draft) == (3, "it's", 4, False)
-        net = network()
-        done = run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
-        assert not compose("model=mlp").draft
-        assert_equal_models(load(done.directory), net)
-
-    in_a_program(program, tmp_path)
+    with pytest.raises(ConfigurationError, match="metric: a object is not a value of this key"):
+        compose(model=network(), metric=object())
+    with pytest.raises(ConfigurationError, match="trainer.max_stepz: unknown key"):
+        compose(trainer={"max_stepz": 3})
+    two = torch.optim.SGD([{"params": [p]} for p in network().parameters()], lr=0.1)
+    with pytest.raises(ConfigurationError, match="optimizer: has several groups"):
+        run(model=network(), dataset=SAMPLES, task=nn.MSELoss(), optimizer=two, **KEYS)
+    net: Any = network()
+    with pytest.raises(ConfigurationError, match="optimizer: holds 2 parameters, and the model trains 4"):
+        run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD(net[2].parameters(), lr=0.1), **KEYS)
+    with pytest.raises(ConfigurationError, match="dataset: train is an iterator, which can be read once"):
+        run(model=net, dataset={"train": pairs(), "val": pairs()}, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
+    with pytest.raises(ConfigurationError, match="dataset: some splits have an index, and others are streams"):
+        run(model=net, dataset={"train": pairs, "val": data()}, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
+    with pytest.raises(ConfigurationError, match="dataset: tests is no split"):
+        compose(model=net, dataset={"train": data(), "tests": data()})
+    config = compose("model=mlp", trainer={"max_steps": 3}, name="it's", seed=4)
+    assert (config.trainer.max_steps, config.name, config.seed, config.draft) == (3, "it's", 4, False)
+    net = network()
+    done = run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
+    assert not compose("model=mlp").draft
+    assert_equal_models(load(done.directory), net)
 
 
 @pytest.mark.slow

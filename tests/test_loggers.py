@@ -40,7 +40,7 @@ from tests.harness import (
     together,
     wait_for,
 )
-from tests.test_resume import after_step, crash, preempt
+from tests.test_resume import after_step, crash, preempt, preempted
 from tests.wandb_server import WandbServer, wandb_server
 
 RUN = [
@@ -164,7 +164,7 @@ def test_tensorboard_has_the_hparams_the_final_and_best_metrics_and_the_first_im
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     line = [*RUN, "logger=tensorboard", "optimizer.lr=0.01"]
-    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    preempted(*line, at=6, root=tmp_path / "runs")
     run = finished(*line, root=tmp_path / "runs")
     reader = tensorboard_events(run.directory)
 
@@ -196,7 +196,7 @@ def lists_of(run: Ended) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_histograms_are_those_of_the_whole_tensors_after_an_interruption(tmp_path: Path) -> None:
     line = [*HISTOGRAMS, "parallel=fsdp", "launch.nproc_per_node=2", "logger=[tensorboard,wandb]", "logger.wandb.mode=offline"]
-    assert command(*line, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    preempted(*line, at=6, root=tmp_path / "runs")
     run = finished(*line, root=tmp_path / "runs")
     rows = {row["step"]: row for row in lists_of(run) if row["split"] == "train"}
     assert {step for step, row in rows.items() if any("histogram" in name for name in row)} == {5, 10, 15}

@@ -16,7 +16,7 @@ from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_compiler import has_compiler
 from framework.training.loop import Trainer
 from tests.harness import Ended, after_each, around, assert_same_bits, command, finished, once, together
-from tests.test_resume import after_step, preempt
+from tests.test_resume import after_step, preempt, preempted
 
 # 3 steps an epoch, the last of 8 samples
 TINY = [
@@ -74,14 +74,17 @@ STOPPING = [*TINY, "trainer.max_epochs=10", "trainer.eval_every=2", "trainer.ear
 LOSSES = [2.0, 1.5, 1.6, 1.4, 1.4, 1.5, 1.4, 0.1, 0.1, 0.1]  # at steps 2, 4, ...: no better than at 8 until 14
 
 
-def test_early_stopping_counts_evaluations_without_improvement_through_a_resume(tmp_path: Path) -> None:
-    plant = together(planted_losses(LOSSES), after_step(11, preempt))
-    assert command(*STOPPING, root=tmp_path / "runs", before=plant).code == 75
-    run = finished(*STOPPING, root=tmp_path / "runs", before=planted_losses(LOSSES))
+def test_early_stopping_and_the_best_checkpoints_go_on_through_a_resume_on_several_processes(tmp_path: Path) -> None:
+    line = [*STOPPING, "checkpoint.keep_last=1", "checkpoint.keep_best=2", "checkpoint.every=null", "parallel=ddp",
+            "launch.nproc_per_node=3"]  # fmt: skip
+    stopped = command(*line, root=tmp_path / "runs", before=together(planted_losses(LOSSES), after_step(11, preempt)))
+    assert stopped.code == 75 and kept(stopped) == [8, 10, 12]
+    run = finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))
     assert run.summary["step"] == 14 and run.summary["status"] == "finished"
     assert steps_of(run, "val") == [2, 4, 6, 8, 10, 12, 14] and steps_of(run, "test") == [14]
-    assert kept(run)[-1] == 14
+    assert kept(run) == [10, 14]  # of three that are as good, the latest
     assert run.summary["metrics"]["val"]["best"]["step"] == 8
+    assert read_state(run.directory / "checkpoints" / "step_00000014")["patience"] == {"best": 1.4, "num_bad": 3}
 
 
 def test_early_stopping_asks_for_min_delta(tmp_path: Path) -> None:
@@ -331,8 +334,8 @@ def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) 
 
 
 def test_resuming_from_the_path_of_a_run_or_of_one_checkpoint(tmp_path: Path) -> None:
-    begun = command(*BASE, root=tmp_path / "first", before=after_step(9, preempt))
-    assert begun.code == 75 and kept(begun) == [8, 9]
+    begun = preempted(*BASE, at=9, root=tmp_path / "first")
+    assert kept(begun) == [8, 9]
     for path in (begun.directory, begun.directory / "checkpoints" / "step_00000008"):
         run = finished(*BASE, f"run.resume={path}", root=tmp_path / path.name)
         assert f"continuing from {begun.directory / 'checkpoints'}" in run.output

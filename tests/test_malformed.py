@@ -281,15 +281,6 @@ def test_what_can_be_checked_without_torch_is() -> None:
     assert (ended.stdout, ended.stderr) == ("False\n", "")
 
 
-def test_a_start_does_not_import_what_only_other_commands_need() -> None:
-    packages = [
-        "torch", "fsspec", "s3fs", "optuna", "sqlalchemy", "submitit", "rich.table", "matplotlib", "datasets", "tokenizers",
-    ]  # fmt: skip
-    program = f"import sys, framework.main, framework.cli.run; print(sorted({{*{packages}}} & sys.modules.keys()))"
-    ended = python("-c", program, directory=REPOSITORY)
-    assert (ended.stdout, ended.stderr) == ("[]\n", "")
-
-
 SHELLS = "one of " + ", ".join(
     f"{what}={shell}" for shell in ("bash", "zsh", "fish") for what in ("install", "uninstall", "query")
 )

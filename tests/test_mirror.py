@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import framework.runs.mirror
 from framework.checkpoint.manifest import step_of
 from framework.runs.mirror import committed
 from framework.runtime.objects import Objects
-from tests.harness import Ended, assert_same_bits, begin, command, finished, once, together, wait_for
+from tests.harness import Ended, assert_same_bits, command, finished, once, together, wait_for
 from tests.s3_server import S3Server
 from tests.test_resume import RUN, STRATEGIES, after_step, crash
 
@@ -55,11 +54,14 @@ def killed(store: str, *awaited: int, root: Path, strategy: str = "single", more
     return ended
 
 
-def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(store: str, tmp_path: Path) -> None:
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("more", [[], ["launch.nnodes=1:2"]], ids=["local", "elastic"])
+def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(more: list[str], store: str, tmp_path: Path) -> None:
     strategy = "ddp 2"
+    line = [*RUN, *STRATEGIES[strategy], *more, f"run.mirror={store}"]
     killed(store, 8, root=tmp_path / "runs", strategy=strategy)
     shutil.rmtree(tmp_path / "runs")
-    ended = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
+    ended = finished(*line, root=tmp_path / "runs")
     assert "fetched step_00000008 from s3://" in ended.output
     assert_same_bits(ended, whole(strategy))
     assert ended.directory.name == whole(strategy).directory.name, "run.mirror is not part of the id"
@@ -67,19 +69,9 @@ def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(store: str
     assert sorted(committed(mirror(store).listing())) == here
 
     shutil.rmtree(tmp_path / "runs")
-    again = finished(*RUN, *STRATEGIES[strategy], f"run.mirror={store}", root=tmp_path / "runs")
+    again = finished(*line, root=tmp_path / "runs")
     assert "finished already, at step 21" in again.output
     assert_same_bits(again, whole(strategy))
-
-
-@pytest.mark.slow
-def test_an_elastic_run_goes_on_from_the_store_alone(store: str, tmp_path: Path) -> None:
-    killed(store, 8, root=tmp_path / "runs", strategy="ddp 2")
-    shutil.rmtree(tmp_path / "runs")
-    ended = finished(*RUN, *STRATEGIES["ddp 2"], "launch.nnodes=1:2", f"run.mirror={store}", root=tmp_path / "runs")
-    assert "fetched step_00000008" in ended.output
-    assert_same_bits(ended, whole("ddp 2"))
-    assert steps(store) == [21, 20]
 
 
 @pytest.mark.slow
@@ -157,17 +149,6 @@ def test_a_place_that_is_wrong_is_refused_before_the_start(place: str, server: S
 
 
 # --- two commands, one mirror
-
-
-@pytest.mark.slow
-def test_a_second_command_from_another_directory_is_refused(store: str, tmp_path: Path) -> None:
-    first = begin(*RUN, f"run.mirror={store}", root=tmp_path / "first", before=after_step(6, lambda: time.sleep(60)))
-    wait_for_step(store, 4)
-    second = command(*RUN, f"run.mirror={store}", root=tmp_path / "second")
-    assert second.code == 1 and f"is in use by process {first.pid} on " in second.output, second.output
-    assert not list((tmp_path / "second").glob("*/*/checkpoints"))
-    first.kill()
-    first.join()
 
 
 @pytest.mark.slow

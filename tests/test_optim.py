@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from framework.checkpoint.manifest import read_state
 from framework.config.folders import options
 from framework.config.targets import component
-from framework.engine.engine import Engine
 from framework.modules.structure import in_eval_mode
 from framework.optim import optimizers, schedules
 from framework.optim.optimizers import Muon, Trainable, adamw, hidden_matrices, muon, orthogonalised, sgd, trainable
@@ -27,8 +26,8 @@ from framework.optim.precision import PRECISIONS, LossScale
 from framework.optim.update import AveragedWeights, Update
 from framework.runtime.exits import Diverged
 from framework.training.loop import Trainer
-from tests.harness import Ended, after_each, around, assert_close, assert_same_bits, before_each, command, finished, once
-from tests.test_resume import after_step, preempt
+from tests.harness import Ended, around, assert_close, assert_same_bits, before_each, command, finished, once
+from tests.test_resume import after_step, preempt, preempted
 
 # --- optimizers under strategies, in float64; matrices of odd sizes, so that no shard is even
 
@@ -69,8 +68,7 @@ def test_an_optimizer_takes_the_same_steps_on_shards(optimizer: str, strategy: s
 @pytest.mark.slow
 def test_an_optimizer_continues_from_shards_on_one_process(tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS["muon"]]
-    begun = command(*line, *SHARDED, root=tmp_path / "first", before=after_step(5, preempt))
-    assert begun.code == 75, begun.output
+    begun = preempted(*line, *SHARDED, at=5, root=tmp_path / "first")
     assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), alone("muon"))
 
 
@@ -275,16 +273,6 @@ def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     assert_same_bits(cut, whole)
 
 
-def test_fp16_that_always_overflows_ends_as_diverged(tmp_path: Path) -> None:
-    def break_gradients() -> None:
-        after_each(Engine, "train", lambda engine, *_, **__: engine._parameters[0].grad.fill_(math.inf))
-
-    plant = scale_from(4.0, growth_interval=5, then=break_gradients)
-    failed = command(*FP16, root=tmp_path / "runs", before=plant)
-    assert failed.code == 70, failed.output
-    assert "not finite" in failed.summary["error"]
-
-
 # --- the moving average
 
 
@@ -352,8 +340,7 @@ def test_the_rate_of_every_step_is_the_schedules(tmp_path: Path) -> None:
     line = [arg for arg in FP16 if not arg.startswith("precision")]
     line += ["scheduler=wsd", "scheduler.warmup_steps=4", "scheduler.decay_steps=6"]
     line += ["optimizer=sgd", "optimizer.lr=0.5"]
-    stopped = command(*line, root=tmp_path / "runs", before=after_step(11, preempt))
-    assert stopped.code == 75
+    preempted(*line, at=11, root=tmp_path / "runs")
     rows = [row for row in finished(*line, root=tmp_path / "runs").rows if row["split"] == "train"]
     expected = [0.5 * schedules.wsd(k, 24, warmup_steps=4, decay_steps=6, min_lr_ratio=0.0) for k in range(24)]
     assert [row["lr"] for row in rows] == pytest.approx(expected, abs=1e-15)

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from framework.build.components import complete_model, optimizer_builder
-from framework.config.targets import arguments_of, instantiated, locate, signature_of
 from framework.optim.optimizers import Trainable
 from tests.harness import Ended, files_below, typed
 from tests.pages import MACHINE, ROOT
@@ -241,6 +240,9 @@ def test_a_default_of_the_users_is_not_replaced_by_a_fact_under_another_name(mon
     [
         (["model=mynet", "model.widht=3"], ["model.widht", "model.width?"]),
         (["model._target_=mynet.Nett"], ["model._target_", "mynet.Nett", "did you mean Net?"]),
+        (["model._target_=linear"], ["model._target_", "linear is not a dotted path"]),
+        (["model._target_=mynet.from_config", "model._args_=[{_target_: mynet.Config}]", "model.config=3"], ["model.config: unknown key"]),
+        (["optimizer.groups=[{match: frist.*, lr: 0.0}]", "model=mynet"], ["optimizer.groups", "frist.*", "first."]),
         (["model._target_=nowhere.Net"], ["model._target_", "nowhere.Net", "No module named 'nowhere'"]),
         (["model._target_=mynet.not_callable"], ["model._target_", "int", "called"]),
         (["model._target_=mynet.from_config"], ["model.config: is missing (mynet.from_config needs it)"]),
@@ -314,36 +316,6 @@ def test_a_mistake_in_our_sections_needs_no_import_of_the_components(folder: Pat
     assert "trainer.max_steps?" in output and "imported" not in output
 
 
-def test_a_signature_says_what_is_taken() -> None:
-    assert list(signature_of("torch.nn.Linear").arguments)[:2] == ["in_features", "out_features"]
-    assert signature_of("torch.nn.Linear").required == ["in_features", "out_features"]
-    assert signature_of("builtins.dict.fromkeys").takes_any or signature_of("builtins.dict.fromkeys").arguments == {}
-    rest = arguments_of({"_target_": "torch.nn.Linear", "_args_": [3]}, group="model")
-    assert "in_features" not in rest.arguments and rest.required == ["out_features"]
-
-
-def test_unpacked_options_are_arguments_like_any_other() -> None:
-    found = signature_of("framework.parallel.parallelize.parallelize", group="parallel")
-    assert {"gradient_as_bucket_view", "reshard_after_forward", "schedule", "replicate"} <= found.arguments.keys()
-    assert not found.required and not found.takes_any
-    assert found.arguments["prefetch"].annotation == int | None
-
-
-def test_a_path_is_imported_as_far_as_it_is_a_module() -> None:
-    assert locate("torch.nn.functional.relu") is torch.nn.functional.relu
-    assert locate("torch.optim.RAdam") is torch.optim.RAdam
-    assert locate("collections.OrderedDict.fromkeys")([1]) == {1: None}
-    with pytest.raises(ValueError, match=r"linear is not a dotted path|is not a dotted path"):
-        locate("linear")
-
-
-def test_nodes_are_built_wherever_they_stand() -> None:
-    built = instantiated(
-        {"a": [{"_target_": "builtins.complex", "real": 1}], "b": {"c": {"_target_": "builtins.list"}}, "d": 3}
-    )
-    assert built == {"a": [1 + 0j], "b": {"c": []}, "d": 3}
-
-
 # --- torch's own
 
 
@@ -366,11 +338,6 @@ def test_the_first_of_two_entries_counts() -> None:
     groups = optimizer_builder(node)(trained).param_groups
     rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     assert [rates[id(item.parameter)] for item in trained] == [2.0, 2.0, 3.0]
-
-
-def test_a_pattern_that_matches_nothing_is_refused(folder: Path) -> None:
-    output = refused("model=mynet", "optimizer.groups=[{match: frist.*, lr: 0.0}]", folder=folder)
-    assert "optimizer.groups" in output and "frist.*" in output and "first." in output
 
 
 # --- the configuration of one's own

@@ -11,7 +11,7 @@ import torch
 
 from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
 from tests.harness import Ended, assert_close, assert_same_bits, command, finished, refused
-from tests.test_resume import after_step, assert_survives_a_kill, crash, preempt
+from tests.test_resume import after_step, assert_survives_a_kill, crash, preempted
 
 RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
        "model=mlp", "model.dim=12", "model.num_layers=2", "global_batch_size=8", "micro_batch_size=2", "precision=fp64",
@@ -55,8 +55,7 @@ CHANGES = [("single", "fsdp 2"), ("fsdp 2", "pipeline 2"), ("pipeline 2", "ddp 2
 def test_it_goes_on_under_another_strategy(optimizer: str, first: str, second: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer]]
     whole = finished(*line, root=tmp_path / "whole")
-    begun = command(*line, *STRATEGIES[first], root=tmp_path / "begun", before=after_step(4, preempt))
-    assert begun.code == 75, begun.output
+    begun = preempted(*line, *STRATEGIES[first], at=4, root=tmp_path / "begun")
     ended = finished(*line, *STRATEGIES[second], f"run.resume={begun.directory}", root=tmp_path / "ended")
     assert_close(ended, whole)
 

@@ -204,8 +204,20 @@ def members(group: int) -> list[int]:
     return found
 
 
-def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: Ended, root: Path) -> None:
+STOPS: list[tuple[str, list[str], tuple[str, str, int]]] = [
+    *(("ddp 2", [], case) for case in CASES),
+    *(("single", [], (moment, "rank 0", signum)) for moment, signum in zip(MOMENTS, SIGNALS)),
+    ("ddp 2", ["checkpoint.async_save=true"], ("saving", "rank 1", signal.SIGUSR1)),
+]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("strategy", "more", "case"), STOPS)
+def test_a_signal_at_any_moment_stops_every_rank_and_the_same_command_continues(
+    strategy: str, more: list[str], case: tuple[str, str, int], tmp_path: Path
+) -> None:
     moment, victim, signum = case
+    line, root, whole = [*LINE, *STRATEGIES[strategy], *more], tmp_path / "runs", undisturbed(strategy)
     process = begin(*line, root=root, before=lambda: plant(moment, victim, signum))
     stopped = end(process, root=root)
     assert stopped.code == 75, stopped.output
@@ -222,26 +234,6 @@ def stops_and_continues(line: list[str], case: tuple[str, str, int], *, whole: E
     expected = [row for row in expected if (row["step"], row["split"]) not in {(summary["step"], split) for split in left}]
     assert exact_rows(stopped) == expected, "what was measured until then is there, and nothing else"
     assert_same_bits(finished(*line, root=root), whole)
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{signal.Signals(case[2]).name} to {case[1]} in {case[0]}")
-def test_two_ranks(case: tuple[str, str, int], tmp_path: Path) -> None:
-    line = [*LINE, *STRATEGIES["ddp 2"]]
-    stops_and_continues(line, case, whole=undisturbed("ddp 2"), root=tmp_path / "runs")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_one_process(moment: str, tmp_path: Path) -> None:
-    case = (moment, "rank 0", SIGNALS[list(MOMENTS).index(moment)])
-    stops_and_continues(LINE, case, whole=undisturbed("single"), root=tmp_path / "runs")
-
-
-@pytest.mark.slow
-def test_while_a_checkpoint_is_written_beside_the_steps(tmp_path: Path) -> None:
-    line = [*LINE, *STRATEGIES["ddp 2"], "checkpoint.async_save=true"]
-    stops_and_continues(line, ("saving", "rank 1", signal.SIGUSR1), whole=undisturbed("ddp 2"), root=tmp_path / "runs")
 
 
 def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import Ended, assert_same_bits, command, finished, once
 from tests.test_conformance import SMALL
-from tests.test_resume import after_step, preempt
+from tests.test_resume import after_step, preempt, preempted
 
 LINE = [*SMALL, "model=cnn", "model.channels=[4,8,8]", "global_batch_size=14", "micro_batch_size=7", "trainer.max_epochs=null",
         "trainer.max_steps=9", "trainer.log_every=1", "trainer.eval_every=null", "checkpoint.every=null"]  # fmt: skip
@@ -58,8 +58,8 @@ def test_rank_0_records_or_all_do(value: str, ranks: list[int], tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_run_that_is_continued_is_recorded_again(tmp_path: Path) -> None:
-    stopped = command(*LINE, PROFILE, root=tmp_path / "runs", before=after_step(3, preempt))
-    assert stopped.code == 75 and traces(stopped) == []
+    stopped = preempted(*LINE, PROFILE, at=3, root=tmp_path / "runs")
+    assert traces(stopped) == []
     assert "trainer.profile: nothing is recorded, because the recording starts with step 4 of the process" in stopped.output
     run = finished(*LINE, PROFILE, root=tmp_path / "runs")
     assert traces(run) == ["step_00000007_rank_0.json"]

@@ -19,6 +19,7 @@ from framework.config.code import changed, code_of, functions_of
 from framework.runs.provenance import git_state
 from tests.harness import Ended, Says, typed
 from tests.test_loggers import OFFLINE, wandb_files, wandb_records
+from tests.test_resume import after_step, preempt
 
 NET = '''"""A model."""
 
@@ -58,6 +59,9 @@ def edit(folder: Path, old: str, new: str, *, file: str = "net.py") -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
+
+
+stop_after_3 = after_step(3, preempt)
 
 
 def record(ended: Ended) -> dict[str, Any]:
@@ -190,12 +194,6 @@ def test_a_program_that_lives_on_has_the_files_as_they_are(folder: Path) -> None
         assert code_of(["net.Net"]).digest != before.digest
 
     assert typed("--version", directory=folder, before=notebook).code == 0
-
-
-def stop_after_3() -> None:
-    from tests.test_resume import after_step, preempt
-
-    after_step(3, preempt)()
 
 
 def test_a_record_says_by_what_and_on_what_a_run_began(folder: Path) -> None:

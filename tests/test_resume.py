@@ -57,6 +57,13 @@ def crash() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def preempted(*line: str, at: int, root: Path) -> Ended:
+    """Stop a run with a checkpoint after a step; several ranks agree a step later."""
+    ended = command(*line, root=root, before=after_step(at, preempt))
+    assert ended.code == 75, ended.output
+    return ended
+
+
 def killed_and_continued(*line: str, at: int, root: Path) -> Ended:
     """Kill a run after a step, and give its command again; return how that ends."""
     assert command(*line, root=root, before=after_step(at, crash)).code < 0
@@ -75,8 +82,7 @@ def assert_survives_a_kill(*line: str, at: int, root: Path) -> Ended:
 def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(strategy: str, cut: int, tmp_path: Path) -> None:
     line = [*RUN, *STRATEGIES[strategy]]
     for step in (cut, cut + 2):
-        stopped = command(*line, root=tmp_path / "runs", before=after_step(step, preempt))
-        assert stopped.code == 75, stopped.output
+        stopped = preempted(*line, at=step, root=tmp_path / "runs")
         assert stopped.summary["status"] == "preempted"
     assert_same_bits(finished(*line, root=tmp_path / "runs"), uninterrupted(strategy))
 
@@ -121,8 +127,8 @@ def test_where_a_run_began_does_not_change(tmp_path: Path) -> None:
     first = finished(*ACROSS, "trainer.max_epochs=1", root=tmp_path / "first")
     other = finished(*ACROSS, "trainer.max_epochs=1", "seed=1", root=tmp_path / "other")
     named = f"run.resume={first.directory}"
-    stopped = command(*line, named, root=tmp_path / "own", before=after_step(10, preempt))
-    assert stopped.code == 75 and stopped.summary["began_from"]["step"] == 7
+    stopped = preempted(*line, named, at=10, root=tmp_path / "own")
+    assert stopped.summary["began_from"]["step"] == 7
     for resume in ([], [f"run.resume={other.directory}"], [f"{named}/checkpoints/step_00000001"]):
         refused = asked(*resume)
         assert refused.code == 78 and f"began from {first.directory}, of step 7, and not " in refused.output, refused.output

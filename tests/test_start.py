@@ -25,7 +25,9 @@ finally:
     sys.setprofile(None)
     print(json.dumps([calls, *sys.modules]), file=sys.stderr)
 """
-HEAVY = {"torch", "matplotlib", "pandas", "optuna", "submitit", "rich"}
+HEAVY = {
+    *["torch", "matplotlib", "pandas", "optuna", "sqlalchemy", "submitit", "rich", "fsspec", "s3fs", "datasets", "tokenizers"]
+}
 
 
 def counted(*line: str, directory: Path, program: str = COUNTED) -> tuple[int, set[str]]:

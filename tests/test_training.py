@@ -12,16 +12,14 @@ from safetensors import safe_open
 from torch import nn
 
 from framework.build import components
-from framework.checkpoint.manifest import read_state
 from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues
 from framework.training.loop import Trainer
-from tests.harness import Ended, after_each, assert_close, command, exact_rows, finished, once
+from tests.harness import Ended, after_each, assert_close, exact_rows, finished, once
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, FOR_EXPERTS, MODELS, RUN, SMALL, name
-from tests.test_loop import kept, planted_losses
-from tests.test_resume import after_step, assert_survives_a_kill, preempt
+from tests.test_resume import assert_survives_a_kill
 
 # a pipeline's whole first half is frozen
 FROZEN = ["embedding.*", "layers.0.*", "layers.1.*", "layers.3.*norm*"]
@@ -201,31 +199,3 @@ def test_a_run_may_freeze_other_parameters_than_the_one_it_begins_from(first: st
     assert "continuing from" in ended.output
     for parameter, tensor in ended.weights.items():
         assert torch.equal(tensor, begun.weights[parameter]) == (second != "" and parameter.startswith("head."))
-
-
-# --- what is kept, and when it stops
-
-LOSSES = [2.0, 1.0, 1.5, 1.6, 1.2, 1.3, 1.4]  # at steps 2, 4, ...
-STOPPING = [*SMALL, "model=mlp", "trainer.max_epochs=null", "trainer.max_steps=40", "trainer.eval_every=2",
-            "checkpoint.keep_last=1", "checkpoint.keep_best=2", "checkpoint.every=null"]  # fmt: skip
-
-
-def test_the_best_are_kept_over_a_resume(tmp_path: Path) -> None:
-    line = [*STOPPING, "trainer.max_steps=14"]
-
-    def cut() -> None:
-        planted_losses(LOSSES)()
-        after_step(7, preempt)()
-
-    stopped = command(*line, root=tmp_path / "runs", before=cut)
-    assert stopped.code == 75 and kept(stopped) == [4, 6, 7]
-    assert kept(finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))) == [4, 10, 14]
-
-
-def test_all_ranks_stop_early_at_the_same_step(tmp_path: Path) -> None:
-    line = [*STOPPING, "trainer.early_stopping.patience=4", "parallel=ddp", "launch.nproc_per_node=3"]
-    run = finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))
-    assert (run.summary["step"], run.summary["status"]) == (12, "finished")
-    assert run.summary["metrics"]["test"]["last"]["step"] == 12
-    state = read_state(run.directory / "checkpoints" / "step_00000012")
-    assert state["patience"] == {"best": 1.0, "num_bad": 4}

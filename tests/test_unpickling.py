@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from framework.runtime.torch_compiler import compile_into, has_compiler
-from tests.harness import command, finished
+from tests.harness import finished
 from tests.test_layout import FRAMEWORK, MODELS, ROOT, name
 from tests.test_loggers import RUN
-from tests.test_resume import after_step, preempt
+from tests.test_resume import preempted
 
 NEEDS_COMPILER = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
 
@@ -98,7 +98,7 @@ def note_unpickling(file: Path) -> Callable[[], None]:
     "more", [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])], ids=["plain", "compiled"]
 )
 def test_a_run_its_rehearsal_and_its_continuation_unpickle_nothing(more: list[str], tmp_path: Path) -> None:
-    assert command(*RUN, *more, root=tmp_path / "runs", before=after_step(6, preempt)).code == 75
+    preempted(*RUN, *more, at=6, root=tmp_path / "runs")
     sinks = ["logger=[tensorboard,wandb]", "logger.wandb.mode=offline", "rehearse=true"]
     run = finished(*RUN, *more, *sinks, root=tmp_path / "runs", before=note_unpickling(tmp_path / "found"), with_curves=True)
     assert "continuing from" in run.output

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from framework.cli import run
+from tests.checkpoint.test_hostile import Payload
 from tests.harness import Ended, assert_same_bits, before_each, command, finished, once, refused
 from tests.test_conformance import layouts
-from tests.test_resume import after_step, preempt
+from tests.test_resume import preempted
 
 RUN = ["dataset=synthetic", "dataset.kind=tokens", "task=language_modeling", "dataset.num_train=24", "dataset.num_val=6",
        "dataset.num_test=6", "dataset.seq_len=12", "dataset.vocab_size=16", "model=gpt", "model.dim=16",
@@ -56,7 +57,7 @@ def test_under_any_strategy_a_run_begins_with_the_files_weights(strategy: str, r
 def test_a_warm_run_is_continued_as_any(tmp_path: Path) -> None:
     line = [*RUN, init(first().directory / "model.safetensors"), "trainer.max_epochs=3"]
     whole = finished(*line, root=tmp_path / "whole")
-    assert command(*line, root=tmp_path / "runs", before=after_step(3, preempt)).code == 75
+    preempted(*line, at=3, root=tmp_path / "runs")
     again = finished(*line, root=tmp_path / "runs")
     assert "continuing from" in again.output and "model.init_from" not in again.output
     assert_same_bits(again, whole)
@@ -93,11 +94,6 @@ def test_an_evaluation_does_not_ask_for_the_file(tmp_path: Path) -> None:
 # --- what is refused
 
 
-class Payload:
-    def __reduce__(self) -> object:
-        return os.system, ("false",)
-
-
 def a_strangers(path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
@@ -109,7 +105,7 @@ def a_strangers(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: path.write_bytes(pickle.dumps(Payload())), "is not a safetensors file: "),
+        (lambda path: path.write_bytes(pickle.dumps(Payload(path))), "is not a safetensors file: "),
         (lambda path: path.write_bytes(struct.pack("<Q", 2**63) + b"{}"), "is not a safetensors file: "),
         (lambda path: save_file({"\x1b[2J": torch.zeros(1)}, path), "has a name that cannot be printed: '\\x1b[2J'"),
         (os.mkfifo, "is a device or a pipe instead of a file"),

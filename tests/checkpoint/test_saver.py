@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from framework.checkpoint.manifest import read_state
 from framework.checkpoint.store import CheckpointStore
-from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
@@ -133,21 +132,6 @@ def test_a_few_failures_in_a_row_are_warnings(strategy: str, mode: str, tmp_path
     assert "(failure 2 in a row; checkpoint.max_failures allows 2)" in ended.output
     assert ended.summary["saves"]["committed"] == 4 and ended.summary["saves"]["failed"] == 2
     assert_same_bits(ended, written_between_steps(strategy))
-
-
-@pytest.mark.slow
-def test_more_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
-    def fail(step: int) -> None:
-        if step >= 8:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    line = [*RUN, *STRATEGIES["ddp 2"], "checkpoint.max_failures=2"]
-    failed = command(*line, root=tmp_path / "runs", before=in_each_save(fail))
-    assert failed.code == 74
-    assert failed.summary["step"] == 16 and failed.summary["status"] == "failed"
-    names = sorted(path.name for path in RunDirectory(failed.directory).checkpoints.iterdir())
-    assert names == ["step_00000004"]
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), written_between_steps("ddp 2"))
 
 
 def test_the_last_save_may_not_fail(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """All datasets: YAML files, import costs and sources; and the two that need no file, digits and synthetic."""
 
-import inspect
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +24,6 @@ def node(option: str) -> dict:
     return yaml.safe_load((CONF / "dataset" / f"{option}.yaml").read_text())
 
 
-def dataset_class(option: str) -> type:
-    module, _, name = node(option)["_target_"].rpartition(".")
-    return getattr(import_module(module), name)
-
-
 def everything(source: Source) -> tuple[np.ndarray, np.ndarray]:
     return source.gather(np.arange(len(source)))
 
@@ -45,21 +38,6 @@ def check_splits_cover(dataset, *, total: int) -> None:
 
 
 # Every option of the group
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_yaml_keys_and_defaults_are_those_of_the_constructor(option: str):
-    parameters = inspect.signature(dataset_class(option)).parameters
-    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-    in_yaml = {key: value for key, value in node(option).items() if key not in ("_target_", "defaults")}
-    assert in_yaml == {name: p.default for name, p in parameters.items()}
-    assert "num_workers" in in_yaml
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_default_task_is_an_option(option: str):
-    (override,) = node(option)["defaults"]
-    assert (CONF / "task" / f"{override['override /task@_global_.task']}.yaml").is_file()
 
 
 def test_importing_and_asking_for_problems_imports_no_torch():

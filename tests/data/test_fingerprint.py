@@ -16,7 +16,7 @@ from framework.data.fingerprint import changes, fingerprint
 from framework.data.map_style import MapStyle
 from framework.data.source import Arrays, Files, Selected, Source, Windows
 from tests.harness import command
-from tests.test_resume import after_step, preempt
+from tests.test_resume import preempted
 
 IMAGES, LABELS = np.arange(40, dtype=np.uint8).reshape(10, 4), np.arange(10)
 NUMBERS = torch.linspace(-1, 1, 50_000).reshape(100, 500)
@@ -134,8 +134,7 @@ def test_a_run_goes_on_with_its_own_data_alone(split: str, strategy: list[str], 
     for name in ("train", "val"):
         write(name, ids)
     line = [*LINE, f"dataset.root={tmp_path}", *strategy]
-    stopped = command(*line, root=tmp_path / "runs", before=after_step(3, preempt))
-    assert stopped.code == 75, stopped.output
+    stopped = preempted(*line, at=3, root=tmp_path / "runs")
     before = stopped.summary
     write(split, changed(ids, 7))
     refused = command(*line, root=tmp_path / "runs")
@@ -143,8 +142,8 @@ def test_a_run_goes_on_with_its_own_data_alone(split: str, strategy: list[str], 
     assert f"run.data: the data are not those of the checkpoint: {split}: tokens has other content" in refused.output
     assert refused.summary == before, "the run is as it was"
     write(split, ids)
-    restored = command(*line, root=tmp_path / "runs", before=after_step(6, preempt))
-    assert restored.code == 75 and "continuing from" in restored.output, restored.output
+    restored = preempted(*line, at=6, root=tmp_path / "runs")
+    assert "continuing from" in restored.output, restored.output
     write(split, changed(ids, 7))
     accepted = command(*line, "run.data=accept", root=tmp_path / "runs")
     assert accepted.code == 0 and accepted.directory == stopped.directory, accepted.output

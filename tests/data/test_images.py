@@ -95,11 +95,5 @@ def test_augment_uses_every_shift_and_mirrors_half():
     torch.testing.assert_close(counts.float(), expected, rtol=0.1, atol=0)
 
 
-def test_no_keys_means_no_augmentation():
-    batch = images(4)
-    arguments = {"mean": [0.5] * 3, "std": [0.2] * 3}
-    assert torch.equal(prepare(batch, keys=None, padding=2, flip=True, **arguments), normalise(batch, **arguments))
-
-
 def test_augment_takes_an_empty_batch():
     assert augment(images(0), KEYS[:0], padding=2, flip=True).shape == (0, 3, 8, 8)

@@ -102,28 +102,6 @@ def test_loader_processes_yield_the_bits_that_the_training_process_would(augment
     assert_same_steps(theirs, ours)
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1, 3, 16])
-@pytest.mark.parametrize("dp_size", [1, 2, 3, 5, 20])
-@pytest.mark.parametrize("samples_seen", [0, 78 * 16], ids=["a full batch", "the short one of 10"])
-def test_the_ranks_micro_batches_together_are_the_global_batch(
-    micro_batch_size: int | None, dp_size: int, samples_seen: int
-) -> None:
-    (whole,) = next(loader(micro_batch_size=None).train(samples_seen)).micro_batches
-    ranks = [
-        next(loader(micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size).train(samples_seen))
-        for rank in range(dp_size)
-    ]
-    parts = [part for step in ranks for part in step.micro_batches if not part.is_padding]
-    assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
-    assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
-    assert {step.num_samples for step in ranks} == {len(whole.targets)}
-    assert len({len(step.micro_batches) for step in ranks}) == 1  # each holds collectives
-    assert len({step.is_even for step in ranks}) == 1
-    if micro_batch_size is not None:
-        assert [part.number for part in parts] == list(range(len(parts)))
-        assert all(len(part.targets) == micro_batch_size for part in parts[:-1])
-
-
 def test_augmentation_of_a_sample_differs_between_epochs() -> None:
     made = loader(micro_batch_size=None)
     by_sample = []

@@ -27,21 +27,7 @@ from framework.distributed.world import World
 from framework.modes.train import train
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
-
-
-class Done(dist.Work):
-    """An operation that has ended."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._future.set_result([tensor])
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
+from tests.emulated_tensors import Done
 
 
 @dataclass
@@ -66,7 +52,7 @@ class Wire:
             self.kept.append([tensor.clone()])
         else:
             tensor.copy_(next(self._taken)[0])
-        return Done(tensor) if async_op else None
+        return Done([tensor]) if async_op else None
 
     def broadcast(self, tensor: Tensor, src: int = 0, **_: Any) -> None:
         self._note("broadcast", tensor)

@@ -111,21 +111,6 @@ def test_micro_batch_0_alone_moves_the_buffers() -> None:
         assert torch.equal(mine, expected)
 
 
-def test_a_rank_without_micro_batch_0_leaves_its_buffers_alone() -> None:
-    module = model()
-    run(engine(module), step(0, 3, 7, first=2))
-    for mine, before in zip(Buffers(module).tensors, Buffers(model()).tensors):
-        assert torch.equal(mine, before)
-
-
-def test_buffers_are_broadcast_where_there_are_any() -> None:
-    sent: list[Sequence[Tensor]] = []
-    module = model()
-    engine(module, broadcast=sent.append).sync_buffers()
-    engine(linear(), broadcast=sent.append).sync_buffers()
-    assert [[id(b) for b in tensors] for tensors in sent] == [[id(b) for b in Buffers(module).tensors]]
-
-
 def test_the_norm_is_over_all_gradients_and_clipping_scales_to_the_limit() -> None:
     module = linear()
     made = engine(module)

@@ -18,6 +18,7 @@ from framework.cli.run import checked_line
 from tests.harness import Ended, Says, assert_close, command, finished, once, wait_for, wait_for_checkpoint
 from tests.launch.paced import ROOT, pace_jobs, steps_in
 from tests.launch.test_elastic import RUN, Cluster
+from tests.pages import project
 
 CLUSTER = ROOT / "slurm" / "local_cluster.sh"
 SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -300,17 +301,9 @@ def test_the_commands_from_a_laptop_to_a_cluster_compute_the_same(line: str, clu
 # --- what is frozen at the submission
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    folder = tmp_path / "project"
-    for name in ("conf", "framework", "models"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "train.py", folder)
-    return folder
-
-
 @pytest.mark.slow
-def test_what_is_edited_after_the_submission_changes_nothing(copy: Path, tmp_path: Path, submitted: Callable[..., Run]) -> None:
+def test_what_is_edited_after_the_submission_changes_nothing(tmp_path: Path, submitted: Callable[..., Run]) -> None:
+    copy = project(tmp_path / "project")
     ask("scontrol", "update", "PartitionName=main", "State=DOWN")  # jobs wait
     try:
         # a model of the user's own, in a package beside train.py

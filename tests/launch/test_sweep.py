@@ -24,7 +24,7 @@ from framework.sweep.pools import Pool
 from framework.sweep.space import combinations
 from framework.sweep.sweep import sweep
 from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, wait_for
-from tests.test_resume import RUN, after_step, preempt
+from tests.test_resume import RUN, after_step, preempted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DDP = ["parallel=ddp", "launch.nproc_per_node=2"]
@@ -261,7 +261,7 @@ def test_jobs_at_a_time_share_the_gpus(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_plan_lists_the_jobs_with_their_states_and_runs_nothing(tmp_path: Path) -> None:
     line, root = [*RUN, "optimizer=sgd", "optimizer.lr=1e-3,1e-2,1e-1,1,1e30"], tmp_path / "runs"
-    assert command(*RUN, "optimizer=sgd", "optimizer.lr=1e-2", root=root, before=after_step(9, preempt)).code == 75
+    preempted(*RUN, "optimizer=sgd", "optimizer.lr=1e-2", at=9, root=root)
     for lr in ("1e-3", "1e30"):
         command(*RUN, "optimizer=sgd", f"optimizer.lr={lr}", root=root)
     before = sorted(root.rglob("*"))

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from framework.build.training import Builder
 from framework.checkpoint.canonical import gathered, state_of
@@ -123,42 +120,6 @@ def test_a_model_without_numbers_takes_the_memory_of_one_layer() -> None:
 
 
 # --- strategies
-
-
-def sharded(model: nn.Module, world: World) -> None:
-    fully_shard(model, mesh=world.mesh(shard=None))
-
-
-def cut(model: nn.Module, world: World) -> None:
-    parallelize_module(model, world.mesh(tensor=None), {"0": ColwiseParallel(), "2": ColwiseParallel()})
-
-
-@pytest.mark.parametrize("way", [sharded, cut])
-def test_rank_0_sends_each_rank_its_part(way: Any, tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
-        layers.register_buffer("features", torch.randn(3))
-        return layers
-
-    expected = values_of(seeded(make))
-
-    def act(world: World) -> tuple[int, list[float], bool]:
-        module = build(lambda: seeded(make, 3 + world.rank), on_meta=world.rank > 0)
-        put_aside(module)
-        way(module, world)
-        fill(module, device=CPU)
-        own = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in module.parameters())
-        found = gathered(state_of(module), world=world)
-        whole = dict(zip(*found))
-        return (
-            own,
-            module.features.tolist(),
-            world.rank > 0 or all(torch.equal(whole[name], value) for name, value in expected.items()),
-        )
-
-    total = sum(tensor.numel() for tensor in expected.values())
-    for own, features, is_right in on_ranks(2, act, scratch=tmp_path):
-        assert own < 0.7 * total and is_right and features == expected["features"].tolist()
 
 
 PRESETS = {"single": 1, "ddp": 2, "zero": 2, "fsdp": 2, "hsdp": 2, "tensor": 2, "fsdp+tp": 2, "pipeline": 2, "ddp+pp": 2, "context": 2,

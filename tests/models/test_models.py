@@ -1,12 +1,10 @@
 """What every architecture promises, for each option of conf/model, and what single architectures promise besides."""
 
-import ast
 import importlib
-import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -52,32 +50,6 @@ def samples(option: str, *, count: int, dtype: torch.dtype = torch.float32) -> T
     if "vocab_size" in arguments(option):
         return torch.randint(FROM_DATA["vocab_size"], (count, FROM_DATA["seq_len"]), generator=generator)
     return torch.randn(count, 1, 8, 8, generator=generator, dtype=dtype)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_yaml_says_every_argument_of_the_constructor_with_its_default(option: str) -> None:
-    node = yaml.safe_load((CONF / f"{option}.yaml").read_text())
-    del node["_target_"]
-    parameters = inspect.signature(constructor(option)).parameters
-    assert set(node) == set(parameters)
-    for key, parameter in parameters.items():
-        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        if parameter.default is not inspect.Parameter.empty:
-            assert node[key] == parameter.default
-        elif key in FROM_DATA:
-            assert node[key] is None
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_types_of_the_arguments_are_readable_without_importing_torch(option: str) -> None:
-    module, name = yaml.safe_load((CONF / f"{option}.yaml").read_text())["_target_"].rsplit(".", 1)
-    tree = ast.parse((CONF.parents[1] / f"{module.replace('.', '/')}.py").read_text())
-    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    (init,) = (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    plain_types = {"__builtins__": {}, "int": int, "float": float, "bool": bool, "str": str, "list": list}
-    for argument in init.args.kwonlyargs:
-        assert argument.annotation is not None
-        eval(ast.unparse(argument.annotation), plain_types | {"Literal": Literal})  # raises for any other name
 
 
 @pytest.mark.parametrize("option", OPTIONS)

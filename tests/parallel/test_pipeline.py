@@ -19,7 +19,7 @@ from framework.runtime.exits import Unfit
 from models.gpt import GPT
 from tests.harness import around, assert_close, assert_same_bits, command, finished, once, refused
 from tests.test_conformance import MODELS, RUN, TOKENS
-from tests.test_resume import after_step, crash, preempt
+from tests.test_resume import after_step, crash, preempted
 
 TWO = ["launch.nproc_per_node=2"]
 GPT_LINE = [*RUN, *MODELS["gpt, tied"]]
@@ -77,8 +77,7 @@ def test_stages_of_a_model_s_own_forward_are_sharded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", [["shard=2", "tensor=1"], ["shard=1", "tensor=2"]])
 def test_sharded_stages_are_rehearsed_and_stopped_and_go_on_under_another_strategy(mesh: list[str], tmp_path: Path) -> None:
     line, cut = [*RESIDUAL, "checkpoint.every=2"], [*FOUR, *(f"parallel.{degree}" for degree in mesh)]
-    stopped = command(*line, *cut, "rehearse=true", root=tmp_path / "runs", before=after_step(5, preempt))
-    assert stopped.code == 75, stopped.output
+    stopped = preempted(*line, *cut, "rehearse=true", at=5, root=tmp_path / "runs")
     other = finished(*line, "parallel=fsdp", *TWO, f"run.resume={stopped.directory}", root=tmp_path / "fsdp")
     assert_close(other, once(*line))
     assert_close(finished(*line, *cut, root=tmp_path / "runs"), once(*line))
@@ -202,8 +201,7 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(name
     assert command(*cut, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
     resumed, whole = finished(*cut, root=tmp_path / "cut"), finished(*cut, root=tmp_path / "whole")
     assert_same_bits(resumed, whole)
-    stopped = command(*cut, root=tmp_path / "stopped", before=after_step(4, preempt))
-    assert stopped.code == 75, stopped.output
+    stopped = preempted(*cut, at=4, root=tmp_path / "stopped")
     for other in (["parallel=fsdp", *TWO], ["parallel=pipeline", "parallel.schedule=interleaved", *TWO]):
         run = finished(*line, *other, f"run.resume={stopped.directory}", root=tmp_path / other[1].partition("=")[2])
         assert_close(run, once(*GPT_LINE, *MANY))

@@ -18,10 +18,10 @@ from framework.parallel.tensor import cut_by, stays_cut, styles_of
 from framework.tasks.cross_entropy import cross_entropy_sum, highest_class
 from framework.tasks.language_modeling import LanguageModeling
 from models.gpt import GPT
-from tests.harness import assert_close, before_each, command, finished, once
+from tests.harness import assert_close, before_each, finished, once
 from tests.ranks import on_ranks
 from tests.test_conformance import MODELS, RUN
-from tests.test_resume import after_step, preempt
+from tests.test_resume import preempted
 
 TOKENS = torch.tensor([[3, 0, 16, 7], [9, 5, 5, 12]])
 TARGETS = torch.tensor([[0, 16, -100, 12], [5, -100, 9, 4]])
@@ -201,8 +201,7 @@ def test_runs_compute_what_one_process_does(mesh: list[str], options: list[str],
 @pytest.mark.slow
 def test_a_run_with_uneven_parts_goes_on_with_others_and_without(tmp_path: Path) -> None:
     line = [*LINE, "parallel=tensor"]
-    stopped = command(*line, "launch.nproc_per_node=2", root=tmp_path / "cut", before=after_step(4, preempt))
-    assert stopped.code == 75, stopped.output
+    stopped = preempted(*line, "launch.nproc_per_node=2", at=4, root=tmp_path / "cut")
     resume = f"run.resume={stopped.directory}"
     assert_close(finished(*line, "launch.nproc_per_node=4", resume, root=tmp_path / "four"), once(*LINE))
     assert_close(finished(*LINE, resume, root=tmp_path / "single"), once(*LINE))

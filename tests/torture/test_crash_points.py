@@ -15,7 +15,7 @@ from framework.checkpoint import format
 from framework.checkpoint.store import CheckpointStore
 from framework.runtime.environment import Environment
 from tests.harness import Ended, assert_same_bits, command, finished, once
-from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt
+from tests.test_resume import RUN, STRATEGIES, crash, preempted
 from tests.torture.test_retention import valid_steps
 
 LINE = [*RUN, *STRATEGIES["fsdp 2"], "trainer.max_epochs=null", "trainer.max_steps=9", "checkpoint.every=4",
@@ -101,8 +101,7 @@ def whole() -> Ended:
 @pytest.mark.parametrize("mode", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
 def test_killed_at_every_point_of_a_save(mode: str, rank: int, tmp_path: Path) -> None:
     line = [*LINE, mode]
-    begun = command(*line, root=tmp_path / "begun", before=after_step(4, preempt))
-    assert begun.code == 75
+    begun = preempted(*line, at=4, root=tmp_path / "begun")
     record = tmp_path / "points"
     shutil.copytree(begun.root, tmp_path / "counted")
     finished(*line, root=tmp_path / "counted", before=Points(rank=rank, strike_at=None, record=record).plant)
