@@ -34,7 +34,7 @@ sys.path.append(MACHINE)
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  # of this folder, unless this Python has one
 
 LONG = (
-    "test_product", "test_tutorial", "test_rehearsal", "test_conformance", "test_loggers", "test_cuda", "test_extend",
+    "test_product", "test_tutorial", "test_rehearsal", "test_conformance", "test_wandb", "test_cuda", "test_extend",
     "test_loop", "test_from_lightning", "test_mpi", "test_evaluate", "test_provenance", "test_mps",
 )  # fmt: skip
 

@@ -10,12 +10,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from extras.loggers.tests.records import OFFLINE, wandb_files, wandb_records
 from framework.build import components
 from framework.config.frozen_file import recall
 from framework.tasks.classification import Classification
 from tests.harness import Ended, Says, finished, once, refused
 from tests.test_conformance import layouts
-from tests.test_loggers import OFFLINE, wandb_files, wandb_records
 
 RUN = ["dataset=digits", "model=mlp", "model.dim=12", "model.num_layers=4", "global_batch_size=14", "micro_batch_size=4", "trainer.max_epochs=null",
        "trainer.max_steps=6", "trainer.eval_every=3", "precision=fp64", "part=predictions", "part.predictions.count=17"]  # fmt: skip

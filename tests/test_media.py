@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from extras.loggers.tests.records import OFFLINE, tensorboard_events, wandb_files, wandb_records
 from framework.distributed.world import World
 from framework.loggers.sink import RunInfo, replay
 from framework.runs.directory import RunDirectory
@@ -21,7 +22,7 @@ from framework.runs.media import Media, list_media, remove_media, write_media
 from framework.training import encoding, recorder
 from framework.training.recorder import Recorder
 from tests.harness import Ended, Says, command, finished, refused
-from tests.test_loggers import DDP, OFFLINE, RUN, tensorboard_events, wandb_files, wandb_records
+from tests.test_loggers import DDP, RUN
 from tests.test_resume import after_step, crash
 
 PART = "+part.media._target_=tests.own_parts.Media"

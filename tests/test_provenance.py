@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import framework.runs.provenance
+from extras.loggers.tests.records import OFFLINE, wandb_files, wandb_records
 from framework.api import ConfigurationError, compose
 from framework.cli.run import checked_line
 from framework.config.code import changed, code_of, functions_of
 from framework.runs.provenance import git_state
 from tests.harness import Ended, Says, typed
-from tests.test_loggers import OFFLINE, wandb_files, wandb_records
 from tests.test_resume import after_step, preempt
 
 NET = '''"""A model."""

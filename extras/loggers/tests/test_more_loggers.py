@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from extras.loggers.tests.records import assert_equal, scalars_of, when, written
 from framework.runs.metrics_file import MACHINE
 from tests.harness import Ended, command, finished
-from tests.test_loggers import DDP, RUN, assert_equal, scalars_of, when, written
+from tests.test_loggers import DDP, RUN
 from tests.test_resume import after_step, crash
 
 PACKAGES = {"trackio": "trackio", "swanlab": "swanlab", "aim": "aim", "comet": "comet_ml", "clearml": "clearml"}
