@@ -19,7 +19,7 @@ _HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch
 @dataclass(kw_only=True, eq=False)
 class DataModule:
     """The datasets and collate functions of the loaders of a LightningDataModule. Without a loader of its own, test has the
-    samples of val, and val a share of train. The further loaders of a val_dataloader are the splits val.1, val.2, ...
+    samples of val, and val those of train. The further loaders of a val_dataloader are the splits val.1, val.2, ...
 
     The run chooses the order and the number of workers. Its global batch has the size of the loader's batches. An
     IterableDataset is a stream, in its own order; `length` are the samples of its splits.
@@ -69,8 +69,8 @@ class DataModule:
         number, own = int(name or 0), [name for name in SPLITS if self._has_own(name)]
         loader = self._loader(next(name for name in (split, "val", "train") if name in own or name == "train"), number)
         makes: dict[Any, Any] = {name: partial(self._dataset, name, number) for name in own}
-        if "val" in own:
-            makes.setdefault("test", makes["val"])
+        makes.setdefault("val", makes["train"])
+        makes.setdefault("test", makes["val"])
         collate = partial(_whole_batch, loader.collate_fn)
         if not has_index(loader.dataset):
             return Stream(**makes, length=self.length, collate=collate).load(split)

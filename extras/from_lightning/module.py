@@ -1,15 +1,16 @@
 """A LightningModule whose methods this framework calls: what it logs and asks of its trainer goes to a `Driver`."""
 
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from extras.from_lightning.logger import Logger
@@ -31,6 +32,14 @@ NOT_NEEDED = {"forward", "train_dataloader", "val_dataloader", "test_dataloader"
 _OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks")
 
 
+class Validated(dict[str, Tensor]):
+    """The columns of the last validation, as `callback_metrics`."""
+
+    def __missing__(self, name: str) -> Tensor:
+        there = ", ".join(self) or "nothing yet"
+        raise Unfit(f"task: callback_metrics[{name!r}] is not there: it has the last validation ({there})")
+
+
 class StepTaken(Exception):
     """The optimizer whose turn it is has been stepped: the rest of the training_step belongs to other turns."""
 
@@ -50,7 +59,7 @@ class FromTrainer:
     num_training_batches: int = 1
     is_last_batch: bool = False  # of an epoch
     should_stop: bool = False
-    callback_metrics: Mapping[str, Tensor] = field(default_factory=dict)  # of the last validation
+    callback_metrics: Mapping[str, Tensor] = field(default_factory=Validated)
     optimizers: Sequence[Any] = ()  # in a training run
     training: bool = True
     validating: bool = False
@@ -252,6 +261,20 @@ class _Driven:
 
     _driver: Driver | None = None
     _in_eval: Sequence[Any] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self._floats()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._floats()).device
+
+    def _floats(self) -> Iterator[Tensor]:
+        """Yield the module's tensors of floating-point numbers; a CPU tensor, if it has none."""
+        tensors = itertools.chain(nn.Module.parameters(self), nn.Module.buffers(self))  # type: ignore[arg-type]
+        yield from filter(torch.is_floating_point, tensors)
+        yield torch.empty(0)
 
     def train(self, mode: bool = True) -> Any:
         """Keep the modules in eval mode that were made so, as Lightning does."""

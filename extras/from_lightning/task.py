@@ -1,15 +1,15 @@
 """The steps of a LightningModule as a task of this framework."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from extras.from_lightning.logger import Logger
-from extras.from_lightning.module import STEPS, Driver, FromTrainer, has_own, metrics_of, optimizers_of
+from extras.from_lightning.module import STEPS, Driver, FromTrainer, Validated, has_own, metrics_of, optimizers_of
 from extras.from_lightning.optimizers import configured_by, names_of_turns, order_of_steps
 from extras.from_lightning.rates import Configured, Rates
 from framework.engine.engine import Engine
@@ -24,6 +24,7 @@ class Task:
     def __init__(self, module: Callable[[], Any]) -> None:
         self.driver, self._make = Driver(FromTrainer()), module
         self.driver.prepare = self._prepare
+        self._before: Before | None = None  # an evaluation by the training_step
         self.parts = {"hooks": Hooks(self.driver, module)}
 
     def step(self, call: Any, batch: Any, context: Any) -> dict[str, Any]:
@@ -48,7 +49,9 @@ class Task:
             seeds = context.generator_of_step
             torch.manual_seed(int(torch.randint(2**62, (), generator=seeds, device=seeds.device)))
         driver.is_measuring = not is_training
-        loss = self._loss(call.drive(driver, STEPS[split], _whole(batch), context.batch), context)
+        if not is_training and not any(has_own(driver.module, name) for name in (STEPS[split], "validation_step")):
+            self._before = self._before or Before(driver.module)
+        loss = self._loss(self._drive(call, STEPS[split], batch, context), context)
         if loss is None:
             loss = self._training_loss(call, batch, context)
         driver.is_measuring = False
@@ -60,6 +63,15 @@ class Task:
         new = {name: given for name, given in driver.logged.items() if name not in driver.earlier}
         columns = {name: _weighted(value, size or count) for name, (value, size) in new.items()}
         return columns | {"loss": _weighted(loss, count)}
+
+    def _drive(self, call: Any, method: str, batch: Any, context: Any) -> Any:
+        try:
+            return call.drive(self.driver, method, _whole(batch), context.batch)
+        except RuntimeError as error:
+            if self._before is None or "require grad" not in str(error):
+                raise
+            what = "its training_step differentiates, so it cannot stand for the validation_step that the module lacks"
+            raise Unfit(f"task: {what} (a validation_step)") from error
 
     def predict(self, call: Any, batch: Any, context: Any) -> Any:
         """Return what the predict_step returns for a batch."""
@@ -93,7 +105,8 @@ class Task:
     def _training_loss(self, call: Any, batch: Any, context: Any) -> Any:
         """Return the loss of the training_step on a batch of an evaluation; of several optimizers, the sum of their losses."""
         driver, logged = self.driver, dict(self.driver.logged)
-        found = call.drive(driver, "training_step", _whole(batch), context.batch)
+        self._before = self._before or Before(driver.module)
+        found = self._drive(call, "training_step", batch, context)
         driver.logged = logged
         loss = found.get("loss") if isinstance(found, Mapping) else found
         return sum(driver.losses) if loss is None else loss
@@ -118,16 +131,44 @@ class Task:
         driver = self.driver
         driver.logged.clear()
         driver.is_padding = False
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
         for metric in metrics_of(driver.module):  # also where no loop has begun
             metric.process_group = engine.data_group
         is_last = driver.split not in driver.validations[:-1]  # a validation has one end, after all of its sets
         for hook in _hooks(driver.split, "epoch_end", "end") if is_last else ():
             driver.module.drive(driver, hook)
-        found = {name: float(value) for name, (value, _) in driver.logged.items()} | driver.values()
+        found = numbers_of(driver.logged) | driver.values()
         if is_last:
             driver.is_evaluating = False
             driver.reset()
         return {name: value for name, value in found.items() if name != "loss"}  # which the row has
+
+
+class Before:
+    """What a training_step may change of a module, as it is before an evaluation by it: tensors, numbers and texts."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._attributes = module, plain_attributes(module)
+        tensors = (*nn.Module.parameters(module), *nn.Module.buffers(module))
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._buffers = [(part, dict(part.named_buffers(recurse=False))) for part in module.modules()]
+
+    def restore(self) -> None:
+        for part, buffers in self._buffers:
+            for name, buffer in buffers.items():
+                setattr(part, name, buffer)
+        for tensor, value in self._tensors:
+            tensor.data.copy_(value)
+        for name, attribute in self._attributes.items():
+            setattr(self._module, name, attribute)
+
+
+def numbers_of(logged: Mapping[str, tuple[Any, int | None]]) -> dict[str, float]:
+    """Return what hooks have logged."""
+    plain = {name: value.detach() if isinstance(value, Tensor) else value for name, (value, _) in logged.items()}
+    return {name: float(value) for name, value in plain.items()}
 
 
 def _weighted(value: Any, count: int) -> tuple[Any, int]:
@@ -144,6 +185,7 @@ class Hooks:
         self._metrics: dict[str, Metric] = {}
         self._validated: dict[str, Any] = {}  # the columns of the last validation
         self._initial: dict[str, Any] = {}  # plain attributes of the module
+        self._lists: dict[str, list[Any]] = {}  # and lists
         self._has_begun = False
 
     def begun(self, loop: Loop) -> None:
@@ -163,7 +205,7 @@ class Hooks:
         trainer.logger, trainer.default_root_dir = Logger(loop), str(loop.directory)
         if (made := getattr(loop.dataset, "made", None)) is not None:
             trainer.datamodule = made
-        self._loop, self._initial = loop, plain_attributes(loop.module)
+        self._loop, self._initial, self._lists = loop, plain_attributes(loop.module), lists_of(loop.module)
         self._call(loop, "on_fit_start", "on_train_start")
 
     def step_begun(self, loop: Loop) -> None:
@@ -186,6 +228,7 @@ class Hooks:
         if number != driver.order[-1]:  # the last turn runs the whole training_step
             driver.reset()
         driver.earlier |= driver.logged.keys()
+        driver.logged.clear()
         self._call(loop, "on_before_zero_grad", given=(loop.optimizer,), epoch=epoch)
         self._call(loop, "on_after_backward", epoch=epoch)
         self._call(loop, "on_before_optimizer_step", given=(loop.optimizer,), epoch=epoch)
@@ -200,6 +243,7 @@ class Hooks:
             self._call(loop, "optimizer_step", given=given, epoch=epoch)
             for parameter in loop.trained().values() if not driver.has_stepped else ():
                 parameter.grad = None
+        self._columns |= numbers_of(driver.logged)
 
     def step_taken(self, loop: Loop) -> None:
         number, trainer, rates = (loop.step - 1) % self.steps_per_epoch, self.driver.trainer, self.driver.rates
@@ -213,7 +257,7 @@ class Hooks:
             if is_automatic:
                 rates.ended("epoch", trainer.current_epoch, step=self._step_scheduler)
         rates.flush()
-        self._columns = {name: float(value) for name, (value, _) in self.driver.logged.items()}
+        self._columns |= numbers_of(self.driver.logged)
         if trainer.should_stop:
             loop.stop("the module has set trainer.should_stop")
 
@@ -250,7 +294,7 @@ class Hooks:
     def _show(self, validated: Mapping[str, float]) -> None:
         """Let the module read the columns of the last validation."""
         named = {**validated, **{f"val/{name}": value for name, value in validated.items()}}
-        self.driver.trainer.callback_metrics = {name: torch.tensor(value) for name, value in named.items()}
+        self.driver.trainer.callback_metrics = Validated((name, torch.tensor(value)) for name, value in named.items())
 
     def saving(self, loop: Loop) -> None:
         self.driver.reset()
@@ -273,6 +317,7 @@ class Hooks:
         for name, value in plain_attributes(self._loop.module).items():
             if value != self._initial.get(name, value if name in self._initial else None):
                 found[f"attribute.{name}"] = value
+        found |= {f"list.{name}": value for name, value in self._changed_lists()}
         if has_own(self._loop.module, "on_save_checkpoint"):
             checkpoint = self._checkpoint()
             known = {*checkpoint}
@@ -287,6 +332,8 @@ class Hooks:
             kind, _, name = key.partition(".")
             if kind == "rates":
                 of_rates[name] = value
+            elif kind == "list":
+                setattr(self._loop.module, name, [*value.values()] if isinstance(value, dict) else value)
             elif kind == "validated":
                 validated[name] = value
             elif kind == "checkpoint":
@@ -301,6 +348,19 @@ class Hooks:
         self._show(validated)
         if has_own(self._loop.module, "on_load_checkpoint"):
             self._call(self._loop, "on_load_checkpoint", given=(checkpoint,))
+
+    def _changed_lists(self) -> Iterator[tuple[str, Any]]:
+        """Yield the lists that have changed, as a checkpoint holds them. Unfit for one that on_train_epoch_end may read."""
+        is_read, several = has_own(self._loop.module, "on_train_epoch_end"), dist.is_initialized() and dist.get_world_size() > 1
+        for name, items in lists_of(self._loop.module).items():
+            if [*map(id, items)] == [*map(id, self._lists.get(name, ()))]:
+                continue
+            are_tensors = all(isinstance(item, Tensor) for item in items)
+            if not several and (are_tensors or all(type(item) in (bool, int, float, str) for item in items)):
+                yield name, {str(n): item.detach() for n, item in enumerate(items)} if are_tensors and items else items
+            elif is_read:
+                why = "each process has its own" if several else "no checkpoint holds it"
+                raise Unfit(f"task: the module's list {name} changes, and {why} (a metric of torchmetrics, such as MeanMetric)")
 
     def _checkpoint(self) -> dict[str, Any]:
         """Return what a module finds in a checkpoint of Lightning; this framework saves the weights itself."""
@@ -363,6 +423,11 @@ def plain_attributes(module: Any) -> dict[str, Any]:
     """Return the numbers and texts among a module's own attributes."""
     own = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name != "training")
     return {name: value for name, value in own if type(value) in (bool, int, float, str)}
+
+
+def lists_of(module: Any) -> dict[str, list[Any]]:
+    """Return copies of the lists among a module's own attributes."""
+    return {name: [*value] for name, value in vars(module).items() if name[0] != "_" and type(value) is list}
 
 
 def _synchronised(metric: Metric) -> dict[str, Any]:

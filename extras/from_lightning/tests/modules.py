@@ -295,6 +295,61 @@ class EveryOther(Teacher):
         return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
 
 
+class Queue(L.LightningModule):
+    """Keys of earlier batches in a queue, by an encoder that follows slowly, in the shape of MoCo; nothing to validate."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(6, 4)
+        self.slow = copy.deepcopy(self.query).requires_grad_(False)
+        self.register_buffer("queue", torch.arange(32.0).mul(5).sin().reshape(8, 4))
+        self.place = 0
+
+    @torch.no_grad()
+    def keys_of(self, x: Tensor) -> Tensor:
+        for ours, theirs in zip(self.slow.parameters(), self.query.parameters()):
+            ours.mul_(0.9).add_(theirs, alpha=0.1)
+        return F.normalize(self.slow(x + torch.full_like(x, 0.1, dtype=self.dtype)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        keys = self.keys_of(x)
+        q = F.normalize(self.query(x))
+        logits = torch.cat([(q * keys).sum(1, keepdim=True), q @ self.queue.T.clone()], dim=1)
+        self.queue[self.place] = keys[0]
+        self.place = (self.place + 1) % len(self.queue)
+        return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("slope", self.query.weight.grad.norm())  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.query.parameters(), lr=0.1)
+
+
+class EpochMean(Classifier):
+    """The losses of an epoch in a list, as the guide to Lightning 2 has it."""
+
+    def __init__(self, net: nn.Module, optimizer: Any) -> None:
+        super().__init__(net, optimizer)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_mean", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+class WithoutValidation(Data):
+    val_dataloader = L.LightningDataModule.val_dataloader
+
+
 adam = partial(torch.optim.Adam, lr=1e-2)
 plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.1, patience=0, threshold=0.3)
 

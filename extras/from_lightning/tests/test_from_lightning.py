@@ -41,6 +41,7 @@ CASES: dict[str, list[str]] = {
     "Habits": [],
     "Schedules": [],
     "EveryOther": [],
+    "Queue": [],
     "Wasserstein": [],
 }
 
@@ -127,6 +128,7 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "Habits": modules.Habits,
     "Schedules": modules.Schedules,
     "EveryOther": modules.EveryOther,
+    "Queue": modules.Queue,
     "Wasserstein": modules.Wasserstein,
 }
 
@@ -143,14 +145,14 @@ def test_it_computes_what_lightning_does(name: str, monkeypatch: pytest.MonkeyPa
     rows = [row for row in exact_rows(ended) if row["split"] == "train"]
     assert len(rows) == len(losses) == STEPS
     for row, logged in zip(rows, losses):
-        for column in ("loss", "train_loss", "agreement", "train_kl", "g_loss", "d_loss"):
+        for column in ("loss", "train_loss", "agreement", "train_kl", "g_loss", "d_loss", "slope"):
             if column in logged:
                 assert row[column] == pytest.approx(logged[column], rel=1e-6), (row, logged)  # Lightning logs in float32
     if name == "Habits":  # Lightning tells at the next batch what the hook at the end of an epoch has logged
         assert rows[4]["seen"] == pytest.approx(losses[5]["seen"], rel=1e-6)
     (last,) = (row for row in exact_rows(ended) if row["split"] == "val" and row["step"] == STEPS)
     common = {own: value for name, value in evaluated.items() if (own := name.removeprefix("val/")) in last}
-    assert common or name in ("VAE", "Alone", "Wasserstein"), evaluated  # it returns its loss, and logs nothing
+    assert common or name in ("VAE", "Alone", "Wasserstein", "Queue"), evaluated  # it returns its loss, and logs nothing
     for column, value in common.items():
         assert last[column] == pytest.approx(value, rel=1e-6), (last, evaluated)
     for parameter, value in made.state_dict().items():
@@ -197,6 +199,20 @@ def test_a_prediction_is_what_the_predict_step_returns_or_without_one_the_forwar
     expected = made(data.held_out.tensors[0])
     expected = expected.softmax(1) * 100 if module == "Predicting" else expected
     torch.testing.assert_close(written.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_losses_of_an_epoch_in_a_list_outlive_a_kill_and_are_refused_on_several_processes(tmp_path: Path) -> None:
+    own = [*RUN, f"task.module._target_={HERE}.EpochMean", *CASES["Classifier"], "checkpoint.every=3"]
+    assert command(*own, "launch.max_restarts=0", root=tmp_path, before=after_step(4, crash)).code != 0
+    assert_same_bits(finished(*own, root=tmp_path), once(*own))
+    two = refused(*own, "parallel=ddp", "launch.nproc_per_node=2", "micro_batch_size=4", "rehearse=true")
+    assert "the module's list losses changes, and each process has its own" in two, two
+
+
+def test_a_data_module_without_a_val_dataloader_trains_on_all_samples() -> None:
+    data = DataModule(module=modules.WithoutValidation, global_batch_size=SIZE, drop_last=False)
+    assert [len(data.load(split)) for split in ("train", "val", "test")] == [72, 72, 72]
 
 
 @pytest.mark.slow
