@@ -33,7 +33,7 @@ _OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks"
 
 
 class Validated(dict[str, Tensor]):
-    """The columns of the last validation, as `callback_metrics`."""
+    """The columns of the last validation, or of the one that ends, as `callback_metrics`."""
 
     def __missing__(self, name: str) -> Tensor:
         there = ", ".join(self) or "nothing yet"
@@ -106,6 +106,7 @@ class Driver:
     logged: dict[str, tuple[Any, int | None]] = field(default_factory=dict)  # values by name, with batch_size
     earlier: set[str] = field(default_factory=set)  # the names of values from earlier turns of the step
     metrics: dict[str, Metric] = field(default_factory=dict)  # that were logged as objects, by name
+    totals: dict[str, Tensor] = field(default_factory=dict)  # of an evaluation, on this rank: a sum and its weight, by name
     measured: dict[int, Metric] = field(default_factory=dict)  # that earlier sets of this validation have logged, by id
     split: str = "train"
     validations: Sequence[str] = ()  # the names of the validation splits, where a run's loop goes through them

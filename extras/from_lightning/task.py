@@ -62,7 +62,11 @@ class Task:
         count = context.size
         new = {name: given for name, given in driver.logged.items() if name not in driver.earlier}
         columns = {name: _weighted(value, size or count) for name, (value, size) in new.items()}
-        return columns | {"loss": _weighted(loss, count)}
+        columns["loss"] = _weighted(loss, count)
+        for name, (total, weight) in columns.items() if not is_training else ():
+            pair = torch.stack([total.detach().cpu().double(), torch.tensor(float(weight), dtype=torch.float64)])
+            driver.totals[name] = driver.totals.get(name, 0.0) + pair * (not context.is_padding)
+        return columns
 
     def _drive(self, call: Any, method: str, batch: Any, context: Any) -> Any:
         try:
@@ -136,6 +140,7 @@ class Task:
             self._before = None
         for metric in metrics_of(driver.module):  # also where no loop has begun
             metric.process_group = engine.data_group
+        self._show_means(engine)
         is_last = driver.split not in driver.validations[:-1]  # a validation has one end, after all of its sets
         for hook in _hooks(driver.split, "epoch_end", "end") if is_last else ():
             driver.module.drive(driver, hook)
@@ -144,6 +149,20 @@ class Task:
             driver.is_evaluating = False
             driver.reset()
         return {name: value for name, value in found.items() if name != "loss"}  # which the row has
+
+    def _show_means(self, engine: Engine) -> None:
+        """Let the hooks at the end of an evaluation read the means of what its steps have logged. Collective."""
+        mine = {name: pair.tolist() for name, pair in self.driver.totals.items()}
+        of_ranks: list[Any] = [mine]
+        if dist.is_initialized():  # a rank may have had no batch, and then no names
+            of_ranks = [None] * dist.get_world_size(engine.data_group)
+            dist.all_gather_object(of_ranks, mine, group=engine.data_group)
+        names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+        pairs = {name: [sum(column) for column in zip(*(of_rank[name] for of_rank in of_ranks if name in of_rank))]
+                 for name in names}  # fmt: skip
+        means = {name: torch.tensor(total / weight) for name, (total, weight) in pairs.items() if weight}
+        self.driver.trainer.callback_metrics = Validated({**self.driver.trainer.callback_metrics, **means})
+        self.driver.totals.clear()
 
 
 class Before:

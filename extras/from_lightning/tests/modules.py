@@ -508,6 +508,20 @@ class Alone(VAE):
         optimizer.step()
 
 
+class PlateauByHand(Alone):
+    """A scheduler that its hook steps with what the validation has logged."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_elbo", self.elbo(batch)["loss"] ** 2)
+
+    def on_validation_epoch_end(self) -> None:
+        self.lr_schedulers().step(self.trainer.callback_metrics["val_elbo"])  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)]
+
+
 class Unseen(Alone):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()

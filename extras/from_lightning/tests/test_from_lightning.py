@@ -42,6 +42,7 @@ CASES: dict[str, list[str]] = {
     "Schedules": [],
     "EveryOther": [],
     "Queue": [],
+    "PlateauByHand": ["checkpoint.monitor=val/val_elbo", "checkpoint.mode=min"],
     "Wasserstein": [],
 }
 
@@ -129,6 +130,7 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "Schedules": modules.Schedules,
     "EveryOther": modules.EveryOther,
     "Queue": modules.Queue,
+    "PlateauByHand": modules.PlateauByHand,
     "Wasserstein": modules.Wasserstein,
 }
 
@@ -174,7 +176,7 @@ def test_a_scheduler_that_follows_a_metric_does_what_it_does_under_lightning(tmp
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "strategy"), [
     ("Wasserstein", "fsdp"), ("Schedules", "ddp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
-    ("Classifier", "ddp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
+    ("Classifier", "ddp"), ("PlateauByHand", "ddp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
 ])  # fmt: skip
 def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_path: Path) -> None:
     two = [*line(name, "micro_batch_size=3", "checkpoint.every=3"), f"parallel={strategy}", "launch.nproc_per_node=2"]
