@@ -28,7 +28,7 @@ class RunLocked(RunEnded):
     """Another process uses this place: a directory or a mirror."""
 
     def __init__(self, place: Path | str, holder: dict[str, Any]) -> None:
-        super().__init__(f"{place} is in use by {_named(holder)}; wait for it, or stop it")
+        super().__init__(f"{place} is in use by process {_named(holder)}; wait for it, or stop it")
 
 
 class Taken(OSError):
@@ -46,11 +46,11 @@ class Claim:
         """Raise Taken if another launch has the directory now. Call this before a write that would harm the other launch."""
         holder = Lock(self.directory).holder() if self.token else {}
         if holder.get("token", self.token) != self.token:
-            raise Taken(errno.ESTALE, f"{self.directory} has been taken by {_named(holder)}")
+            raise Taken(errno.ESTALE, f"{self.directory} has been taken by process {_named(holder)}")
 
 
 def _named(holder: dict[str, Any]) -> str:
-    return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
+    return f"{holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
 
 
 class Lock:
