@@ -69,8 +69,10 @@ class DataModule:
         number, own = int(name or 0), [name for name in SPLITS if self._has_own(name)]
         loader = self._loader(next(name for name in (split, "val", "train") if name in own or name == "train"), number)
         makes: dict[Any, Any] = {name: partial(self._dataset, name, number) for name in own}
-        makes.setdefault("val", makes["train"])
-        makes.setdefault("test", makes["val"])
+        if has_index(loader.dataset):  # a stream of train may have no end
+            makes.setdefault("val", makes["train"])
+        if "val" in makes:
+            makes.setdefault("test", makes["val"])
         collate = partial(_whole_batch, loader.collate_fn)
         if not has_index(loader.dataset):
             return Stream(**makes, length=self.length, collate=collate).load(split)

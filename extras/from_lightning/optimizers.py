@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from extras.from_lightning.module import FromTrainer, driven, has_own
+from extras.from_lightning.driver import FromTrainer
+from extras.from_lightning.module import driven, has_own
 from extras.from_lightning.rates import PLACE, Configured
 from framework.modules.tensors import by_mesh
 from framework.optim.optimizers import Trainable

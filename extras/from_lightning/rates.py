@@ -45,6 +45,11 @@ class Rates:
         self.base = 1.0  # the share of the first rate, at the start of a step
 
     @property
+    def moves(self) -> bool:
+        """Whether there is such an optimizer."""
+        return bool(self._moved)
+
+    @property
     def scheduled(self) -> list[int]:
         """The numbers of the optimizers that have a scheduler."""
         return [number for number, one in enumerate(self._all) if one.scheduler is not None]

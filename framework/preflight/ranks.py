@@ -164,6 +164,8 @@ def _note_asking(seen: Seen, frame: FrameType, event: str, _: object) -> None:
     caller = frame.f_back
     if caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # a wrapper of torch's
         caller = caller.f_back
-    file = Path(caller.f_code.co_filename) if caller is not None else _NOT_THE_MODELS[0]
-    if caller is not None and not any(map(file.is_relative_to, _NOT_THE_MODELS)) and "torchmetrics" not in file.parts:
+    if caller is None:
+        return
+    file = Path(caller.f_code.co_filename)
+    if not any(map(file.is_relative_to, _NOT_THE_MODELS)) and "torchmetrics" not in file.parts:  # metrics add up over ranks
         seen.asks = f"{frame.f_code.co_name} at {caller.f_code.co_filename}:{caller.f_lineno}"

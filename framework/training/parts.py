@@ -110,7 +110,7 @@ class LoopParts:
         returned = []
         for name, call in self._at["row"]:
             self.loop._only_reads = ":" in name  # it is not one of `part`, with which trainer.log_every is part of the run's id
-            before = self._versions()
+            before = self._versions() if self.loop._only_reads else []
             returned.append(self._call("row", name, call))
             if self.loop._only_reads and self._versions() != before:
                 raise Unfit(f"part.{name}: row() writes into the weights (write in step_taken(), in every step)")

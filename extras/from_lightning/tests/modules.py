@@ -1,6 +1,7 @@
 """LightningModules as people write them, each in the shape of a public one; nothing in them knows this framework."""
 
 import copy
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,20 @@ class Streamed(IterableDataset[Any]):
         worker = get_worker_info()
         step, start = (worker.num_workers, worker.id) if worker is not None else (1, 0)
         return iter([self.samples[number] for number in range(start, len(self.samples), step)])
+
+
+class Endless(Data):
+    """A stream without an end, and nothing to validate."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Forever(), batch_size=self.hparams["batch_size"])
+
+    val_dataloader = L.LightningDataModule.val_dataloader
+
+
+class Forever(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return itertools.repeat((torch.zeros(6), torch.tensor(0)))
 
 
 class Streams(Data):
@@ -344,6 +359,38 @@ class EpochMean(Classifier):
     def on_train_epoch_end(self) -> None:
         self.log("epoch_mean", torch.stack(self.losses).mean())
         self.losses.clear()
+
+
+class CountsItself(Teacher):
+    """An accuracy of its own, without self.log in a step: what it counts in an evaluation is its own affair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.correct, self.count, self.steps = 0, 0, list[int]()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.append(batch_idx)
+        self.correct += 100
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_start(self) -> None:
+        self.correct = self.count = 0
+        self.seen.zero_()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        found = self.student(x).argmax(-1)
+        self.correct, self.count = self.correct + int((found == y).sum()), self.count + len(y)
+        self.seen += torch.bincount(found, minlength=3)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", self.correct / self.count)
+        self.log("val_first", self.seen[0])
+
+    test_step = validation_step
 
 
 class WithoutValidation(Data):

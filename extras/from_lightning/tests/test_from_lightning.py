@@ -42,6 +42,7 @@ CASES: dict[str, list[str]] = {
     "Schedules": [],
     "EveryOther": [],
     "Queue": [],
+    "CountsItself": [],
     "PlateauByHand": ["checkpoint.monitor=val/val_elbo", "checkpoint.mode=min"],
     "Wasserstein": [],
 }
@@ -130,6 +131,7 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "Schedules": modules.Schedules,
     "EveryOther": modules.EveryOther,
     "Queue": modules.Queue,
+    "CountsItself": modules.CountsItself,
     "PlateauByHand": modules.PlateauByHand,
     "Wasserstein": modules.Wasserstein,
 }
@@ -212,9 +214,19 @@ def test_the_losses_of_an_epoch_in_a_list_outlive_a_kill_and_are_refused_on_seve
     assert "the module's list losses changes, and each process has its own" in two, two
 
 
+def test_a_part_that_lowers_the_rate_is_heard_or_refused_where_the_module_sets_its_rates(tmp_path: Path) -> None:
+    part = ["part=plateau", "part.plateau.patience=0", "part.plateau.threshold=0.9", "trainer.max_epochs=4"]
+    rates = [row["lr"] for row in exact_rows(once(*line("Classifier"), *part)) if row["split"] == "train"]
+    assert rates == pytest.approx([0.01] * 10 + [0.001] * 5 + [0.0001] * 5)
+    both = command(*line("PlateauByHand"), *part, "rehearse=false", root=tmp_path)
+    assert "the module sets its rates, and a part sets loop.lr_share too" in both.output, both.output
+
+
 def test_a_data_module_without_a_val_dataloader_trains_on_all_samples() -> None:
     data = DataModule(module=modules.WithoutValidation, global_batch_size=SIZE, drop_last=False)
     assert [len(data.load(split)) for split in ("train", "val", "test")] == [72, 72, 72]
+    with pytest.raises(ValueError, match=re.escape("dataset.val: is missing (a stream; or dataset.length.val=N")):
+        DataModule(module=modules.Endless, global_batch_size=SIZE, drop_last=False).load("train")
 
 
 @pytest.mark.slow
