@@ -13,7 +13,8 @@ from framework.config.folders import EXTRAS, ROOT, config_name, folders
 from framework.config.help import help_text, version_text
 from framework.config.modes import MODES
 from framework.config.targets import locate
-from framework.launch.decision import other_launcher, print_problems
+from framework.launch.decision import print_problems
+from framework.launch.other import other_launcher
 from framework.runtime.environment import Environment, SrunTask, variables
 from framework.runtime.exits import Exit
 from framework.runtime.log import speak

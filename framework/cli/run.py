@@ -13,8 +13,9 @@ from framework.config.modes import MODES, Command, folder_of
 from framework.config.schema import RunConfig
 from framework.config.targets import locate
 from framework.launch.claim import ClaimedRun, claim, is_finished, is_over
-from framework.launch.decision import other_launcher, print_problems
+from framework.launch.decision import print_problems
 from framework.launch.mirrored import put_missing
+from framework.launch.other import other_launcher
 from framework.launch.slurm import submit
 from framework.launch.torchrun import join
 from framework.preflight.check import check, code_problems, edited_problems

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Interrupted, RunEnded
-from framework.runtime.forks import begun, comes_true
+from framework.runtime.forks import comes_true, start_in_thread
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.torch_internals import NCCL_LATER, set_group_timeout
 
@@ -215,7 +215,7 @@ _NUM_PORTS = 20
 
 def _is_of(step: str, host: str, port: int) -> bool:
     """Return whether a port serves the store of a step. Another program's server may never answer: ask it in a thread."""
-    answer = begun(lambda: connect_store(host, port, silent_s=_TO_ANSWER_S).check([step]), name="step", daemon=True)
+    answer = start_in_thread(lambda: connect_store(host, port, silent_s=_TO_ANSWER_S).check([step]), name="step", daemon=True)
     return bool(wait([answer], timeout=2 * _TO_ANSWER_S).done) and answer.exception() is None and bool(answer.result())
 
 

@@ -1,7 +1,4 @@
-"""What rank 0 decides for all processes of a launcher: the frozen configuration with which they start, or an exit code.
-
-Also: launchers that start all processes of a run and do not set torchrun's variables, of the group `launchers`.
-"""
+"""What rank 0 decides for all processes of a launcher: the frozen configuration with which they start, or an exit code."""
 
 import json
 import sys
@@ -9,11 +6,9 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from framework.config.folders import option_node, options
 from framework.config.frozen_file import FrozenConfig
-from framework.config.targets import component
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.problem import Problem
@@ -82,21 +77,3 @@ def print_problems(problems: list[Problem], *, each_rank: bool = False) -> Exit:
     if environment.is_launched and not each_rank:
         publish(code, environment=environment)
     return code
-
-
-def other_launcher() -> Any | None:
-    """Return the launcher that has started this process as one of several. None for torchrun, and for a single process.
-
-    ValueError, with a line `KEY: WHAT`, if a launcher of the user cannot be imported.
-    """
-    environment = Environment.read()
-    if environment.is_launched and not environment.is_foreign:
-        return None
-    for name in options("launchers"):
-        try:
-            launcher = component(option_node("launchers", name))()
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"launchers.{name}: {error} (docs/extend.md)") from error
-        if launcher.started():
-            return launcher
-    return None

@@ -29,8 +29,8 @@ def begin_child() -> None:
     own_file_positions()
 
 
-def begun(work: Callable[[], Outcome], *, name: str, daemon: bool) -> Future[Outcome]:
-    """Begin `work` in a new thread, and return its future result."""
+def start_in_thread(work: Callable[[], Outcome], *, name: str, daemon: bool) -> Future[Outcome]:
+    """Start `work` in a new thread. Return its future result."""
     outcome: Future[Outcome] = Future()
 
     def run() -> None:
@@ -67,7 +67,7 @@ def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
     A process continues as the thread that forks it. A team of OpenMP belongs to the thread that has used it and does not
     survive a fork: a process that is forked by such a thread waits forever at its first parallel loop.
     """
-    return begun(work, name="fork", daemon=False).result()  # what a forked process starts is no daemon either
+    return start_in_thread(work, name="fork", daemon=False).result()  # what a forked process starts is no daemon either
 
 
 # --- processes that do nothing

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from framework.runtime.environment import variables
 from framework.runtime.exits import Interrupted
 from framework.runtime.files import locked, make_directory, replacing_directory
-from framework.runtime.forks import begun
+from framework.runtime.forks import start_in_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem, extra_with, install_command
@@ -177,7 +177,7 @@ class Objects:
             nonlocal moved_at
             moved_at = time.monotonic()
 
-        answer = begun(lambda: work(Callback(hooks={"moved": move})), name="store", daemon=True)
+        answer = start_in_thread(lambda: work(Callback(hooks={"moved": move})), name="store", daemon=True)
         while not wait([answer], timeout=0.1).done:
             self._heed_signals()
             if time.monotonic() - moved_at > patience_s:
