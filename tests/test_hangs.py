@@ -315,4 +315,5 @@ def test_a_loader_that_works_for_long_is_no_hang(tmp_path: Path) -> None:
         before_each(Synthetic, "transform", compute)
 
     line = [*RUN, f"launch.timeout_s={TIMEOUT_S}", "dataset.num_workers=1", "dataset.augment=true"]
-    finished(*line, root=tmp_path / "runs", before=plant)
+    ended = finished(*line, root=tmp_path / "runs", before=plant)
+    assert (tmp_path / "done").exists() and "hangs" not in ended.output, ended.output

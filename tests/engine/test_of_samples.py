@@ -26,6 +26,8 @@ def batch(inputs: Any, targets: Any, *, count: int = 4) -> MicroBatch:
 )
 def test_targets_with_a_row_for_each_sample_are_averaged(targets: Any) -> None:
     require_rows(ONE, batch(torch.zeros(9, 2), targets))
+    with pytest.raises(WrongRows):  # the same inputs, with targets of no sample
+        require_rows(ONE, batch(torch.zeros(9, 2), ()))
 
 
 @pytest.mark.parametrize(
