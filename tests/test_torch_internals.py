@@ -86,6 +86,7 @@ def test_a_rendezvous_shows_its_nodes_and_gives_workers_a_store_that_exists(monk
     store = dist.HashStore()
     one = ours.DynamicRendezvous.from_backend("run", store, C10dRendezvousBackend(store, "run"), 1, 1, "a node")
     one.use_store(store, "somewhere", 1234)
+    monkeypatch.setattr("inspect.stack", lambda: pytest.fail("a node that inspects all modules joins too late"))
     found = one.next_rendezvous()
     place = found.bootstrap_store_info
     assert (found.rank, found.world_size, place.master_addr, place.master_port) == (0, 1, "somewhere", 1234)

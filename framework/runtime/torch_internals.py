@@ -180,7 +180,13 @@ class DynamicRendezvous(DynamicRendezvousHandler):
     """The rendezvous behind torchrun, for nodes that join and leave."""
 
     def use_store(self, store: dist.Store, host: str, port: int) -> None:
-        """Give the workers the address of an existing store. Otherwise the first node of a round serves another store."""
+        """Give the workers the address of an existing store. Otherwise the first node of a round serves another store.
+
+        Torch would name the caller of each operation in an event that nobody reads, and for this it inspects the stack and all
+        modules: a joining node would be too slow, for up to minutes, to change the record between two heartbeats of the others.
+        """
+        for one in (self, self._op_executor, self._state_holder):
+            setattr(one, "_record", lambda *_, **__: None)
         self._bootstrap_store_info = RendezvousStoreInfo(host, port)
         self._shared_tcp_store_server = store
 

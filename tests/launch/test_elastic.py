@@ -112,7 +112,7 @@ class Cluster:
         try:
             wait_for(lambda: bool(found()), timeout_s=within_s, what=f"a step of {world_size} processes")
         except AssertionError as error:
-            told = [f"--- node {number}\n{node.output.read_text()[-2000:]}" for number, node in enumerate(self.nodes)]
+            told = [f"--- node {number}\n{_in_short(node.output.read_text())}" for number, node in enumerate(self.nodes)]
             raise AssertionError("\n".join([str(error), *told[-3:]])) from None
         return found()[0]
 
@@ -132,6 +132,12 @@ class Cluster:
         found = [node.end(timeout_s=timeout_s) for node in nodes or self.nodes]
         assert [end.code for end in found] == [code] * len(found), "\n".join(end.output for end in found)
         return found
+
+
+def _in_short(output: str) -> str:
+    """Return the first and the last lines of an output, without the frames of torch's C++."""
+    lines = [line for line in output.splitlines() if not line.startswith("frame #")]
+    return "\n".join(lines if len(lines) < 60 else [*lines[:30], "...", *lines[-30:]])
 
 
 @pytest.fixture
@@ -156,11 +162,13 @@ def one() -> Ended:
 def two(cluster: Callable[..., Cluster], *overrides: str) -> Cluster:
     """Two nodes that train together. The first one serves the store."""
     both = cluster(*RUN, *ELASTIC, *overrides)
+    both.slow.write_text("1.0")  # however late the second node comes, the run has not ended
     began = time.time()
     both.start()
     wait_for_store(both)  # the first node serves it
     both.start()
     both.wait_for_step(world_size=2, after=began, within_s=100)
+    both.slow.write_text("")
     return both
 
 
