@@ -186,7 +186,7 @@ class DynamicRendezvous(DynamicRendezvousHandler):
         modules: a joining node would be too slow, for up to minutes, to change the record between two heartbeats of the others.
         """
         for one in (self, self._op_executor, self._state_holder):
-            setattr(one, "_record", lambda *_, **__: None)
+            one._record = lambda *_, **__: None  # type: ignore[method-assign, assignment, union-attr, misc]
         self._bootstrap_store_info = RendezvousStoreInfo(host, port)
         self._shared_tcp_store_server = store
 
