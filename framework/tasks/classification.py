@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.tasks.cross_entropy import IGNORED
-from framework.tasks.outputs import auxiliary_loss, main_output
+from framework.tasks.outputs import main_output, with_auxiliary_loss
 
 
 class Classification:
@@ -23,12 +23,12 @@ class Classification:
         return self._counts(targets_B).sum()
 
     def loss(self, outputs: Tensor, targets_B: Tensor) -> Tensor:
-        logits_BC, counts_B = main_output(outputs), self._counts(targets_B)
+        logits_BC = main_output(outputs)
         if logits_BC.ndim != 2:
             raise ValueError(f"the outputs are {list(logits_BC.shape)}, but classification takes (samples, classes): "
                              "labels of pixels or tokens need another task")  # fmt: skip
         total = F.cross_entropy(logits_BC, targets_B, reduction="sum", label_smoothing=self.label_smoothing)
-        return total + auxiliary_loss(outputs, weights_B=counts_B)
+        return with_auxiliary_loss(total, outputs, weights_B=lambda: self._counts(targets_B))
 
     def predictions(self, outputs: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
         return main_output(outputs), targets_B

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from framework.tasks.cross_entropy import IGNORED, compiled_cross_entropy_sum, cross_entropy_sum, highest_class
-from framework.tasks.outputs import auxiliary_loss, main_output
+from framework.tasks.outputs import main_output, with_auxiliary_loss
 
 
 class LanguageModeling:
@@ -34,7 +34,7 @@ class LanguageModeling:
     def loss(self, outputs: Tensor, targets_BT: Tensor) -> Tensor:
         logits_BTV = main_output(outputs)
         total = self._cross_entropy_sum(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
-        return total + auxiliary_loss(outputs, weights_B=(targets_BT != IGNORED).sum(dim=1))
+        return with_auxiliary_loss(total, outputs, weights_B=lambda: (targets_BT != IGNORED).sum(dim=1))
 
     def predictions(self, outputs: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits (B, V, T), in torchmetrics' format, and targets (B, T). Its `ignore_index` can skip the -100."""

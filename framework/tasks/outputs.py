@@ -1,6 +1,6 @@
 """The outputs of a model that a task uses."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,16 +34,18 @@ def written_outputs(task: Any, outputs: Any, *, num_samples: int) -> dict[str, T
     return found
 
 
-def auxiliary_loss(outputs: "Tensor | Mapping[str, Tensor]", *, weights_B: Tensor | None = None) -> "Tensor | float":
-    """Return the model's own addition to the loss, `aux_loss` (B,), as a sum over samples, with weights if given.
+def with_auxiliary_loss(
+    total: Tensor, outputs: "Tensor | Mapping[str, Tensor]", *, weights_B: "Callable[[], Tensor] | None" = None
+) -> Tensor:
+    """Return a loss with the model's own addition, `aux_loss` (B,), as a sum over samples, with weights if given.
 
     Raise TypeError for any other shape, because a statistic of a micro-batch depends on how the batch is cut.
     """
     losses = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
     if losses is None:
-        return 0.0
+        return total
     shape, num_samples = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__, len(main_output(outputs))
     if shape != [num_samples]:
         raise TypeError(f"the model's aux_loss is {shape}, but only a loss for each sample, [{num_samples}], does not depend "
                         "on how a batch is cut (for transformers: output_router_logits=false)")  # fmt: skip
-    return losses.sum() if weights_B is None else torch.dot(losses, weights_B.to(losses))
+    return total + (losses.sum() if weights_B is None else torch.dot(losses, weights_B().to(losses)))

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.tasks.outputs import auxiliary_loss, main_output
+from framework.tasks.outputs import main_output, with_auxiliary_loss
 
 
 class Regression:
@@ -14,7 +14,7 @@ class Regression:
     def loss(self, outputs: Tensor, targets_BN: Tensor) -> Tensor:
         outputs_BN = main_output(outputs)
         total = F.mse_loss(outputs_BN, targets_BN.reshape(outputs_BN.shape), reduction="sum") / outputs_BN[0].numel()
-        return total + auxiliary_loss(outputs)
+        return with_auxiliary_loss(total, outputs)
 
     def predictions(self, outputs: Tensor, targets_BN: Tensor) -> tuple[Tensor, Tensor]:
         return main_output(outputs), targets_BN.reshape(main_output(outputs).shape)
