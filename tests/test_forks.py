@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from framework.preflight import child
 from framework.preflight.child import in_child
 from framework.runtime.files import own_file_positions
 from framework.runtime.forks import busy_s
+from framework.runtime.preemption import PREEMPTION
 from tests.harness import command
 
 _FORK = multiprocessing.get_context("fork")
@@ -92,6 +94,20 @@ def test_a_child_moves_no_place_in_its_parent_s_files(tmp_path: Path) -> None:
         process.start()
         process.join()
         assert process.exitcode == 0 and file.tell() == 10
+
+
+def use_a_pool(is_heard_at_once: bool) -> tuple[list[int], bool]:
+    PREEMPTION.watch()
+    with PREEMPTION.heard_at_once() if is_heard_at_once else nullcontext():
+        with multiprocessing.Pool(2) as pool:
+            found = pool.map(abs, [-1, -2])
+        time.sleep(0.1)  # a thread would note it
+    return found, PREEMPTION.requested
+
+
+@pytest.mark.parametrize("is_heard_at_once", [False, True])
+def test_a_pool_of_the_user_s_ends_its_processes_and_stops_no_run(is_heard_at_once: bool) -> None:
+    assert in_child(lambda: use_a_pool(is_heard_at_once), limit_s=30.0) == ([1, 2], False)
 
 
 def test_who_polls_is_not_busy_and_who_computes_is_however_little_of_a_cpu_they_get() -> None:

@@ -1,6 +1,7 @@
 """Any of five signals, to any process, at any moment: every rank stops after the same step, with a checkpoint."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from framework.training.loop import Trainer
 from tests.harness import (
     Ended,
     after_each,
+    assert_close,
     assert_same_bits,
     before_each,
     begin,
@@ -234,6 +236,38 @@ def test_a_signal_at_any_moment_stops_every_rank_and_the_same_command_continues(
     expected = [row for row in expected if (row["step"], row["split"]) not in {(summary["step"], split) for split in left}]
     assert exact_rows(stopped) == expected, "what was measured until then is there, and nothing else"
     assert_same_bits(finished(*line, root=root), whole)
+
+
+class Pooled:
+    """A dataset whose samples are made by processes of its own: some in the constructor, as many public datasets scan files."""
+
+    def __init__(self) -> None:
+        with multiprocessing.Pool(2) as pool:
+            self.table = pool.map(abs, range(-48, 0))
+        self.pool = multiprocessing.Pool(1)
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((1, 4, 4), float(self.pool.apply(abs, (-self.table[index],)))), index % 2
+
+
+POOLED = ["dataset=map_style", f"dataset.train._target_={__name__}.Pooled", "dataset.facts={num_classes: 2, in_channels: 1, image_size: 4}",
+          "model=mlp", "model.dim=4", "global_batch_size=6", "trainer.max_steps=12", "trainer.max_epochs=null",
+          "checkpoint.every=null", "precision=fp64"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "victim"), [("single", "rank 0"), pytest.param("ddp 2", "agent", marks=pytest.mark.slow)])
+def test_processes_of_the_user_s_end_when_they_are_ended_and_not_when_the_run_is_stopped(
+    strategy: str, victim: str, tmp_path: Path
+) -> None:
+    line, root = [*POOLED, *STRATEGIES[strategy]], tmp_path / "runs"
+    before = lambda: plant("training", victim, signal.SIGTERM)  # noqa: E731
+    stopped = command(*line, "rehearse=false", root=root, before=before)
+    assert (stopped.code, stopped.summary["status"]) == (75, "preempted"), stopped.output
+    assert STEP <= stopped.summary["step"] < 12
+    assert_close(finished(*line, "rehearse=true", root=root), once(*POOLED, *STRATEGIES["single"]))
 
 
 def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path: Path) -> None:

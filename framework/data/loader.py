@@ -2,7 +2,6 @@
 
 import inspect
 import multiprocessing
-import signal
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from framework.randomness import key, keys, seed_generators
 from framework.runtime.exits import RunEnded, Unfit, exits_as_errors
 from framework.runtime.files import open_files
 from framework.runtime.forks import begin_child
-from framework.runtime.preemption import SIGNALS
+from framework.runtime.preemption import held_back
 from framework.runtime.torch_internals import kill_loader, report_what_cannot_be_sent, shut_down_loader
 
 _MOST_ON_DEVICE = 1 << 28  # bytes of the inputs of a split; CIFAR-10 has 154 MB
@@ -203,11 +202,8 @@ class Loader:
         while True:
             begun = multiprocessing.get_context("fork").Semaphore(0)
             loader = self._loader(positions(), fetch, begun)
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal to the whole group must not kill them
-            try:
+            with held_back():  # a signal to the whole group must not kill them
                 steps = iter(loader)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if all(begun.acquire(timeout=wait_s) for _ in range(self.num_workers)):
                 self._running.add(steps)
                 return loader, steps

@@ -37,7 +37,7 @@ from framework.runtime.forks import begin_child, in_new_thread
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import keep_freed_memory
 from framework.runtime.numerics import share_cores
-from framework.runtime.preemption import PREEMPTION
+from framework.runtime.preemption import PREEMPTION, held_back
 from framework.runtime.program import tell_of_threads
 from framework.runtime.torch_compiler import import_dynamo
 
@@ -50,7 +50,7 @@ def work(frozen: FrozenConfig, scratch: Path | None) -> int:
     """
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    with log.log_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}"):
+    with log.log_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}"), PREEMPTION.kept():
         try:
             return _work(frozen, environment=environment, scratch=scratch)
         except Exception as error:
@@ -188,9 +188,10 @@ class WorkerGroup:
                 for number, rank in enumerate(self._ranks)}  # fmt: skip
         self._board = Board(board_in(self._scratch, attempt=attempt), first_rank=self._ranks[0], num_local=count)
         self._spans_nodes = num_nodes > 1
-        self._running = start_processes(
-            "worker", _work_in_child, dict.fromkeys(envs, self._work), envs, self._logs, start_method=start_method()
-        )
+        with held_back():
+            self._running = start_processes(
+                "worker", _work_in_child, dict.fromkeys(envs, self._work), envs, self._logs, start_method=start_method()
+            )
 
     def poll(self) -> RunProcsResult | None:
         """Return how the workers have ended, or None as long as they work. After a hang, there is only the verdict."""
@@ -235,8 +236,6 @@ def _work_in_child(work: Callable[..., int], *arguments: Any) -> int:
     """Be a worker. End with the parent process, which prints the messages to the user."""
     begin_child()
     tempfile.tempdir = None  # this process must not use the launcher's folder
-    PREEMPTION.watch()  # a spawned process does not inherit it
-    PREEMPTION.speaks = False
     code = work(*arguments)
     tell_of_threads(0, heard_after_s=1.0)  # when the parent has the code
     return code

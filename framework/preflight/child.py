@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from typing import IO, TypeVar
 
 from framework.runtime.exits import DiskFailed, Interrupted, error_text, exits_as_errors, lacks_memory, place_of
-from framework.runtime.forks import Idleness, begin_child, in_new_thread, place_in, write_stacks_to
+from framework.runtime.forks import Idleness, begin_child, descendants, in_new_thread, place_in, write_stacks_to
 from framework.runtime.log import LOGGER
-from framework.runtime.preemption import PREEMPTION
+from framework.runtime.preemption import PREEMPTION, held_back
 
 _Found = TypeVar("_Found")
 _SILENT_S, _HANGS_S = 10.0, 20.0  # no process uses a CPU: a message, and the end
@@ -47,7 +47,8 @@ def _in_child(work: Callable[[], _Found], stacks: IO[str], *, limit_s: float | N
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(work, theirs, stacks, is_silent))
-    child.start()
+    with held_back():
+        child.start()
     theirs.close()
     began, idleness, place, why, is_announced = time.monotonic(), Idleness(), "", None, False
     with suppress(EOFError):
@@ -65,7 +66,8 @@ def _in_child(work: Callable[[], _Found], stacks: IO[str], *, limit_s: float | N
             elif idle_s > _HANGS_S:
                 why = ChildFailure(f"it waits forever at {place}", hangs=True)
             if why or PREEMPTION.requested:
-                child.kill()
+                for pid in (*descendants(child.pid or 0), child.pid or 0):
+                    os.kill(pid, signal.SIGKILL)
                 break
         if ours.poll():
             answer: _Found | ChildFailure = ours.recv()

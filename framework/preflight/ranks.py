@@ -28,6 +28,7 @@ from framework.preflight.two_steps import Seen, first_to_part, two_steps
 from framework.runtime.environment import Environment
 from framework.runtime.exits import DiskFailed, RunEnded, error_text, exits_as_errors, place_of
 from framework.runtime.forks import Idleness, begin_child
+from framework.runtime.preemption import held_back
 
 _NOT_THE_MODELS = (Path(torch.__file__).parent, ROOT / "framework", EXTRAS)  # folders of code
 _ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
@@ -57,8 +58,9 @@ def observe_ranks(
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         shared = build, source, count, like, is_watched, then, Path(scratch)
         ranks = [context.Process(target=_rank, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
-        for process in ranks:
-            process.start()
+        with held_back():
+            for process in ranks:
+                process.start()
         for _, theirs in pipes:
             theirs.close()
         answers = [ours for ours, _ in pipes]

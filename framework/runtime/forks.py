@@ -17,15 +17,19 @@ import psutil
 
 from framework.runtime.exits import is_own_code
 from framework.runtime.files import own_file_positions
-from framework.runtime.preemption import die_with_parent
+from framework.runtime.preemption import PREEMPTION, die_with_parent
 
 Outcome = TypeVar("Outcome")
 
 
 def begin_child() -> None:
-    """Separate a forked process that runs the user's code from its parent: it dies with it, but moves none of its files."""
+    """Separate a forked process that runs the user's code from its parent: it dies with it, but moves none of its files.
+
+    It was forked `held_back`, and hears signals from now on.
+    """
     gc.freeze()  # what it inherits stays: a collection would only touch, and so copy, a million objects
     die_with_parent()
+    PREEMPTION.watch_in_child()
     own_file_positions()
 
 

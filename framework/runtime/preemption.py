@@ -18,13 +18,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 class Preemption:
-    """The flag; each process has one. A forked worker inherits its parent's flag, with any signal that came before the fork."""
+    """The flag; each process has one. A forked worker inherits its parent's flag, with any signal that came before the fork.
+
+    Only the processes that this framework forks hear SIGTERM as their parent does. It ends all others, as code that forks them
+    expects: a pool of the user's waits for its processes after it has sent them SIGTERM.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self.speaks = True  # whether this process prints a message for the signal; one process of a run does
         self.says = "stopping after this step"
         self.last_words = b""  # bytes that the terminal needs before this process ends immediately
+        self.passes_on = True  # whether this process sends a signal on to its children
         self._times = 0
         self._since = 0.0  # in time.monotonic's seconds
 
@@ -42,6 +47,18 @@ class Preemption:
             signal.signal(signum, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
+    def watch_in_child(self) -> None:
+        """Install the handlers in a process that was forked `held_back`. Its parent prints the messages."""
+        self.speaks, self.last_words = False, b""
+        self.watch()
+
+    def leave_in_child(self) -> None:
+        """In any forked process, leave SIGTERM to the process that has forked it, and its pipe of signals to this one."""
+        if (handler := signal.getsignal(signal.SIGTERM)) in (self._note, self._wake):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if handler == self._wake:
+            signal.set_wakeup_fd(-1)
+
     def _heard(self) -> list[signal.Signals]:
         """Return the signals that stop a run. SIGHUP, from a closed terminal, does not stop a run that nohup started."""
         return [signum for signum in SIGNALS if (signum, signal.getsignal(signum)) != (signal.SIGHUP, signal.SIG_IGN)]
@@ -52,7 +69,7 @@ class Preemption:
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         for signum in self._heard():
-            signal.signal(signum, lambda *_: None)  # without a handler, nothing is written to the pipe
+            signal.signal(signum, self._wake)
         signal.set_wakeup_fd(write_fd)
         threading.Thread(target=self._listen, args=(read_fd,), daemon=True).start()
         try:
@@ -68,6 +85,18 @@ class Preemption:
             if received[0] in SIGNALS:
                 self._note(received[0], None)
         os.close(read_fd)
+
+    def _wake(self, signum: int, frame: FrameType | None) -> None:
+        """Do nothing: without a handler in Python, nothing is written to the pipe."""
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Send no signal on within the context, in which the children are the user's: a pool would lose what it computes."""
+        self.passes_on = False
+        try:
+            yield
+        finally:
+            self.passes_on = True
 
     def ignore(self) -> None:
         """Ignore the signals from now on."""
@@ -89,7 +118,7 @@ class Preemption:
         if self.signum is None:
             self.signum, self._since = signum, time.monotonic()
         self._times += signum == signal.SIGINT
-        children = multiprocessing.active_children()
+        children = multiprocessing.active_children() if self.passes_on else []
         if self._times >= 2:  # the second Ctrl-C is as safe and as fast as kill -9
             for child in children:
                 child.kill()
@@ -101,6 +130,17 @@ class Preemption:
 
 
 PREEMPTION = Preemption()
+os.register_at_fork(after_in_child=PREEMPTION.leave_in_child)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let signals wait. A process that is forked within also gets them later: when it watches for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _PR_SET_PDEATHSIG = 1

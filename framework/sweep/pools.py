@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import secrets
-import signal
 import sys
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from framework.runtime.files import make_directory
 from framework.runtime.forks import begin_child
 from framework.runtime.log import LOGGER
 from framework.runtime.memory import cpus
-from framework.runtime.preemption import PREEMPTION, SIGNALS
+from framework.runtime.preemption import PREEMPTION, held_back
 from framework.runtime.slurm import SlurmFailed
 from framework.sweep.jobs import Job, alike_jobs
 from framework.sweep.launchers import OwnLauncher
@@ -84,12 +83,8 @@ class Pool(OwnLauncher):
             log = logs / f"{job.config.run.id}.log"
         process = multiprocessing.get_context("fork").Process(target=_run, args=(job, share, log))
         sys.stdout.flush()
-        # a signal waits until the child can record it, and this process can send it on
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
+        with held_back():  # until the child can record a signal, and this process can send it on
             self._forks.submit(process.start).result()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return process
 
 
@@ -106,9 +101,7 @@ def _shares(those: list[Any], size: int) -> list[list[Any]]:
 
 def _run(job: Job, share: JobShare, log: Path | None) -> None:
     begin_child()
-    PREEMPTION.speaks = False
     be_brief()
-    PREEMPTION.watch()  # it receives a signal that came just before the fork
     if log is not None:
         import torch
 
