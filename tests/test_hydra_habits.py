@@ -49,6 +49,12 @@ def test_a_setting_of_hydra_in_a_file_is_refused_as_on_the_command_line(key: str
     assert not (folder / "runs").exists()
 
 
+def test_a_group_that_a_file_overrides_with_null_needs_a_node(folder: Path) -> None:
+    refused = run(folder, experiment(folder, "defaults: [override /scheduler: null]"))
+    assert refused.code == 78
+    assert refused.output == Says("scheduler: has no option, because a file overrides it with null ... constant, cosine ...")
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("where", ["file", "line"])
 def test_hydra_mode_makes_a_sweep(where: str, folder: Path) -> None:

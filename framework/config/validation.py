@@ -32,7 +32,11 @@ def validate(composed: Composed) -> Draft:
         return Draft({}, composed.problems)
     valid, unknown = dict[str, Any](), config.keys() - RunConfig.model_fields.keys()
     problems = composed.problems + [problem for name in unknown for problem in unknown_key(name, config[name], known=known)]
-    if missing := [name for name, field in RunConfig.model_fields.items() if field.is_required() and name not in config]:
+    missing = [name for name, field in RunConfig.model_fields.items() if field.is_required() and name not in config]
+    if {*missing} <= {*COMPONENTS}:
+        lacks = "has no option, because a file overrides it with null, and no node of its own"
+        problems += [Problem(name, lacks, f"one of {', '.join(options(name))}; or a _target_") for name in missing]
+    else:
         what = f"{config_name()}.yaml is not complete: {', '.join(missing)} missing"
         problems.append(Problem("defaults", what, "- config as the first entry of its list, for the framework's own"))
     for name, annotation in _types_of(RunConfig).items():
