@@ -104,13 +104,17 @@ def _of_data(data: Any, held: dict[str, Any]) -> list[str]:
 
 
 def _readable(samples: Any, split: str) -> Any:
-    from torch import Tensor
+    import numpy as np
+    from torch import Tensor, as_tensor
     from torch.utils.data import TensorDataset
 
     if isinstance(samples, Iterator):
         raise ValueError(f"{split} is an iterator, which can be read once (the function that makes it)")
-    is_tensors = isinstance(samples, tuple) and all(isinstance(one, Tensor) for one in samples)
-    return TensorDataset(*samples) if is_tensors else samples
+    if not isinstance(samples, tuple) or not all(isinstance(one, (Tensor, np.ndarray)) for one in samples):
+        return samples
+    if len({len(one) for one in samples}) != 1:
+        raise ValueError(f"{split} has tensors of {' and '.join(str(len(one)) for one in samples)} samples (the same number)")
+    return TensorDataset(*map(as_tensor, samples))
 
 
 def _made(samples: Any) -> Any:

@@ -40,6 +40,7 @@ def run(folder: Path, *words: str, **options: Any) -> Ended:
         ("hydra.output_subdir", "hydra: {output_subdir: records}", "config.yaml"),
         ("hydra.verbose", "hydra: {verbose: true}", "hydra.verbose=true"),
         ("hydra/job_logging", "defaults: [override /hydra/job_logging: stdout]", "hydra.verbose=true"),
+        ("hydra.job_logging.root.level", "hydra: {job_logging: {root: {level: DEBUG}}}", "hydra.verbose=true"),
     ],
 )
 def test_a_setting_of_hydra_in_a_file_is_refused_as_on_the_command_line(key: str, text: str, remedy: str, folder: Path) -> None:
@@ -49,10 +50,34 @@ def test_a_setting_of_hydra_in_a_file_is_refused_as_on_the_command_line(key: str
     assert not (folder / "runs").exists()
 
 
-def test_a_group_that_a_file_overrides_with_null_needs_a_node(folder: Path) -> None:
-    refused = run(folder, experiment(folder, "defaults: [override /scheduler: null]"))
-    assert refused.code == 78
-    assert refused.output == Says("scheduler: has no option, because a file overrides it with null ... constant, cosine ...")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "defaults: [override /scheduler: null]",
+            "scheduler: has no option, because a file ... with null ... constant, cosine ...",
+        ),
+        ("name: ${oops", "experiment=mine: no viable alternative at input '${oops' ..."),
+    ],
+)
+def test_a_file_that_is_not_complete_is_named_with_what_it_lacks(text: str, says: str, folder: Path) -> None:
+    refused = run(folder, experiment(folder, text))
+    assert refused.code == 78 and refused.output == Says(says), refused.output
+
+
+def test_a_file_without_its_package_and_a_mode_that_hydra_does_not_have_are_named(folder: Path) -> None:
+    word = experiment(folder, "")
+    (folder / "conf" / "experiment" / "mine.yaml").write_text("trainer: {max_steps: 3}")
+    assert run(folder, word).output == Says("experiment: its file ... (`# @package _global_` as its first line) ...")
+    assert run(folder, "hydra.mode=bogus").output == Says("hydra.mode: 'bogus' is not valid (RUN or MULTIRUN) ...")
+
+
+def test_a_group_of_ones_own_goes_into_packages_in_files_too(folder: Path) -> None:
+    (folder / "conf" / "db").mkdir(parents=True)
+    (folder / "conf" / "db" / "small.yaml").write_text("steps: 2\n")
+    text = "defaults: [/db@first: small, /db@other: small]\nfirst: {steps: 3}\nname: n${first.steps}${other.steps}"
+    ended = run(folder, experiment(folder, text))
+    assert ended.code == 0 and ended.directory.parent.name == "n32", ended.output
 
 
 @pytest.mark.quick(1)

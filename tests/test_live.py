@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -186,6 +187,8 @@ def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_
         run(model=net, dataset={"train": pairs, "val": data()}, task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
     with pytest.raises(ConfigurationError, match="dataset: tests is no split"):
         compose(model=net, dataset={"train": data(), "tests": data()})
+    with pytest.raises(ConfigurationError, match="train has tensors of 3 and 4 samples"):
+        run(model=net, dataset=(np.zeros((3, 2)), np.zeros(4)), task=nn.MSELoss(), optimizer=torch.optim.SGD, **KEYS)
     config = compose("model=mlp", trainer={"max_steps": 3}, name="it's", seed=4)
     assert (config.trainer.max_steps, config.name, config.seed, config.draft) == (3, "it's", 4, False)
     net = network()

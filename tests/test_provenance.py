@@ -17,6 +17,7 @@ from extras.loggers.tests.records import OFFLINE, wandb_files, wandb_records
 from framework.api import ConfigurationError, compose
 from framework.cli.run import checked_line
 from framework.config.code import changed, code_of, functions_of
+from framework.config.folders import ROOT
 from framework.runs.provenance import git_state
 from tests.harness import Ended, Says, typed
 from tests.test_resume import after_step, preempt
@@ -336,6 +337,28 @@ def test_modules_to_which_no_import_leads_are_the_runs_code_too(folder: Path, fi
     assert ended.code == 0 and "continuing from" in ended.output
     edit(folder, old, new, file=file)
     assert run(folder).code == 78, "a finished run has its code too"
+
+
+SCRIPT = """import sys
+import torch
+from framework import run
+class Net(torch.nn.Linear):
+    def forward(self, x): return super().forward(x.flatten(1)) * 2
+print(run("model._target_=__main__.Net", "model.in_features=64", "model.out_features=10", "trainer.max_steps=2", "rehearse=false").directory)
+"""
+
+
+def test_the_script_that_starts_a_run_is_its_code(folder: Path) -> None:
+    def script(*words: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        return subprocess.run([sys.executable, *words], cwd=folder, input=text, capture_output=True, text=True, env=environment)
+
+    (folder / "mine.py").write_text(SCRIPT)
+    begun = script("mine.py")
+    assert begun.returncode == 0, begun.stderr
+    edit(folder, "* 2", "* 3", file="mine.py")
+    assert "__main__.py: Net.forward" in script("mine.py").stderr
+    assert "__main__.Net is in no Python file" in script("-", text=SCRIPT.replace("max_steps=2", "max_steps=3")).stderr
 
 
 def test_what_a_program_imports_between_its_commands_is_not_a_runs_code(folder: Path) -> None:

@@ -179,6 +179,9 @@ def prefixes(path: str) -> list[str]:
 def find_module(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
     """Return where a module is, or None if it does not exist. Import nothing."""
     parent, _, last = name.rpartition(".")
+    if name == "__main__":  # a script that starts runs
+        file = Path(getattr(sys.modules[name], "__file__", None) or "")
+        return ModuleSpec(name, None, origin=str(file)) if file.suffix == ".py" and file.is_file() else None
     if not parent:
         spec = PathFinder.find_spec(name)
         if name == "models":  # the user's package and the framework's package are joined

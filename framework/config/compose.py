@@ -1,5 +1,6 @@
 """The composition of the configuration: from a command line to plain, resolved data."""
 
+import os
 import re
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -93,6 +94,8 @@ def with_hydra(overrides: list[str]) -> DictConfig:
     if config:
         settings: Any = HydraConfig.instance().cfg
         config["hydra"] = settings.hydra
+        with suppress(OmegaConfBaseException):
+            config.hydra.runtime.output_dir = os.path.abspath(config.run.dir)
     return config
 
 
@@ -112,7 +115,8 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
     config, problems = files.config, [*problems, *files.problems]
     written: Any = OmegaConf.to_container(config)
     known = list(flat(written))
-    for name in (name for name in own_groups() if name in config and name not in RunConfig.model_fields):
+    packages = [str(key).partition("@")[2].split(".")[0] for key in files.settings.hydra.runtime.choices]  # of `group@package`
+    for name in (name for name in [*own_groups(), *packages] if name in config and name not in RunConfig.model_fields):
         OmegaConf.update(config, f"extra.{name}", f"${{{name}}}", force_add=True)
     empty_replaced(config, values)
     for override in values:

@@ -30,11 +30,12 @@ _INSTEAD: tuple[tuple[str | tuple[str, ...], str, str], ...] = (
 )  # fmt: skip
 # What Hydra itself fills in, and what a run or a sweep follows.
 _FOLLOWED = ("runtime", "overrides", "launcher", "sweeper", "callbacks", "mode", "job.name", "job.override_dirname", "job.id",
-             "job.num", "job.config_name", "job.config", "help", "hydra_help", "job_logging", "hydra_logging")  # fmt: skip
+             "job.num", "job.config_name", "job.config", "help", "hydra_help")  # fmt: skip
 
 TO_HYDRA = ("hydra.callbacks", "hydra/callbacks", "hydra.job.name")  # settings that Hydra applies itself
 
-_PLACES = Path(conf.__file__).parent / "hydra" / "output" / "default.yaml"  # Hydra's own places of outputs
+_FILES = Path(conf.__file__).parent / "hydra"  # Hydra's own settings
+_LOGGING = ("job_logging", "hydra_logging")
 
 
 def is_hydras(key: str) -> bool:
@@ -52,14 +53,14 @@ def setting_problems(hydra: DictConfig) -> list[Problem]:
     """Refuse settings in files that a run would ignore. `hydra` is the composed node."""
     ours, theirs = _defaults()
     found = {key: value for key, value in flat(_plain(hydra)).items() if value not in (ours.get(key), theirs.get(key), {}, [])}
-    logging = {f"hydra/{group}": hydra.runtime.choices.get(f"hydra/{group}") for group in ("job_logging", "hydra_logging")}
-    unused = [
-        hydra_problem(group, value=name) for group, name in logging.items() if name not in ("none", "default", "disabled")
-    ]
+    logging = {group: hydra.runtime.choices.get(f"hydra/{group}") for group in _LOGGING}
+    unused = [hydra_problem(f"hydra/{group}", value=name) for group, name in logging.items()
+              if name not in ("none", "default", "disabled")]  # fmt: skip
+    chosen = [group for group, name in logging.items() if name != "default"]  # with all that it sets
     return unused + [
         hydra_problem(f"hydra.{key}", value=value)
         for key, value in found.items()
-        if not any(key == name or key.startswith(f"{name}.") for name in _FOLLOWED)
+        if not any(key == name or key.startswith(f"{name}.") for name in (*_FOLLOWED, *chosen))
     ]
 
 
@@ -67,7 +68,8 @@ def setting_problems(hydra: DictConfig) -> list[Problem]:
 def _defaults() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings in our conf/, and Hydra's own, by dotted key."""
     ours = flat(parse_yaml((CONF / "config.yaml").read_text())["hydra"])
-    return ours, flat(_plain(OmegaConf.structured(conf.HydraConf))) | flat(parse_yaml(_PLACES.read_text()))
+    files = {group: parse_yaml((_FILES / group / "default.yaml").read_text()) for group in (*_LOGGING, "output")}
+    return ours, flat(_plain(OmegaConf.structured(conf.HydraConf))) | flat(files.pop("output") | files)
 
 
 def _plain(config: Any) -> Any:

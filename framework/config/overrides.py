@@ -6,6 +6,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -114,6 +115,8 @@ _SWITCHED_OFF = {
 def _refusal(override: Override, text: str) -> Problem | None:
     key = override.key_or_group
     if is_hydras(key):
+        if key == "hydra.mode" and str(override.value()) not in RunMode.__members__:
+            return Problem(key, f"{shown(override.value())} is not valid", "RUN or MULTIRUN")
         is_read = key.startswith((*TO_HYDRA, "hydra.verbose", "hydra.mode"))  # by Hydra, and by main()
         return None if is_read or (key == "hydra.job.chdir" and override.value() is False) else hydra_problem(key)
     if override.type == OverrideType.DEL:
@@ -242,8 +245,10 @@ def _holds_value(config: DictConfig, key: str) -> bool:
     return not OmegaConf.is_config(node._get_node(last))
 
 
-def one_line(error: Exception) -> str:
-    """Return an error of Hydra or OmegaConf as one line."""
+def one_line(error: BaseException) -> str:
+    """Return an error of Hydra or OmegaConf as one line. Hydra's own may have no text, but a cause."""
+    if not str(error) and error.__cause__ is not None:
+        return one_line(error.__cause__)
     if "ecursi" in str(error):  # OmegaConf detects one kind itself; the other kind ends in Python's RecursionError
         return "it refers to itself"
     return " ".join(str(error).split("\n    full_key:")[0].split()).split(" Config search path:")[0]

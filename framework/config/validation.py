@@ -215,6 +215,8 @@ def _said(item: Any, annotation: Any, value: Any, key: str) -> Problem:
 
 def unknown_key(key: str, value: Any, *, known: list[str]) -> list[Problem]:
     """Return a problem for each key that does not exist. `value` may contain several keys."""
+    if key == "experiment":
+        return [Problem(key, "its file writes its keys below `experiment`", "`# @package _global_` as its first line")]
     if isinstance(value, dict) and value and "_target_" not in value:
         return [problem for name, item in value.items() for problem in unknown_key(f"{key}.{name}", item, known=known)]
     section, _, name = key.rpartition(".")

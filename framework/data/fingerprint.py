@@ -1,7 +1,8 @@
 """The fingerprint of a split: what its samples are, in a few short texts, so that other data under the same command are found.
 
-- Arrays and tensors in memory, also those inside the user's dataset: all their bytes. Of numbers with a fraction, also a
-  weighted sum and the norm of 16 parts: what a dataset has computed may be rounded differently on another machine.
+- Arrays and tensors in memory, also those that are attributes of the user's dataset: all their bytes. Of numbers with a
+  fraction, also a weighted sum and the norm of 16 parts, once as they are and once, of up to a million of them, on a scale
+  where small numbers count as large ones do: what a dataset has computed may be rounded differently on another machine.
 - Arrays that are mapped from a file: 64 blocks of 64 KiB, evenly spaced from the first to the last.
 - Files that are decoded at each use: their names, the sizes of up to 2,000 of them, and the first 64 KiB of 64 of them.
 - Samples that are fetched one by one: up to 8 of them, evenly spaced, as many as are fetched in a second;
@@ -30,6 +31,7 @@ _BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64
 _DEPTH, _MOST_ARRAYS = 3, 64  # of the objects inside a source whose arrays count, and of their arrays
 _HASH = re.compile(r" ?\[?[0-9a-f]{32}.*")  # and the numbers after it
 _TOLERANCE = 1e-5  # of a part's norm
+_MOST_SCALED, _SMALLEST = 1 << 20, 1e-6  # numbers; a smaller one counts as zero
 
 
 def fingerprint(source: Source, *, seed: int) -> dict[str, str]:
@@ -93,12 +95,20 @@ def _of_array(array: Any, *, num_parts: int = _NUM_PARTS) -> str:
         return f"{kind} {content}"
     numbers = numbers.reshape(-1).view(numbers.real.dtype)
     numbers = numbers.astype(np.promote_types(numbers.dtype, np.float32), copy=False)
+    some = numbers
+    if len(numbers) > _MOST_SCALED:
+        some = numbers[np.sort(np.random.RandomState(0).randint(len(numbers), size=_MOST_SCALED))]
+    with np.errstate(all="ignore"):
+        scaled = np.arcsinh(some.astype(np.float64) / _SMALLEST)
+        pairs = [*_sums_and_norms(numbers, num_parts), *_sums_and_norms(scaled, num_parts)]
+    return f"{kind} {content} ~ {' '.join(f'{float(number):.9g}' for pair in pairs for number in pair)}"
+
+
+def _sums_and_norms(numbers: np.ndarray, num_parts: int) -> Iterator[tuple[float, float]]:
     length = max(1, -(-len(numbers) // num_parts))
     weights = np.linspace(0.5, 1.5, length, dtype=numbers.dtype)  # the order counts too
-    parts = [numbers[start : start + length] for start in range(0, len(numbers), length)]
-    with np.errstate(all="ignore"):
-        pairs = [(part @ weights[: len(part)] / len(part) ** 0.5, np.linalg.norm(part)) for part in parts]
-    return f"{kind} {content} ~ {' '.join(f'{float(number):.9g}' for pair in pairs for number in pair)}"
+    for part in (numbers[start : start + length] for start in range(0, len(numbers), length)):
+        yield part @ weights[: len(part)] / len(part) ** 0.5, float(np.linalg.norm(part))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from framework.build import components, splits
 from framework.build.stored_data import with_urls
-from framework.config.code import code_of
+from framework.config.code import code_of, find_module
 from framework.config.compose import Composed
 from framework.config.draft import Draft
 from framework.config.frozen_file import frozen_run_id
@@ -253,6 +253,9 @@ def code_problems(run: RunSection, targets: list[str]) -> list[Problem]:
 
 def edited_problems(targets: list[str]) -> list[Problem]:
     """Refuse to start a run with the code that this process has imported, if the files have changed since."""
+    if no_file := [target for target in targets if target.startswith("__main__.") and find_module("__main__", ()) is None]:
+        what = f"{no_file[0]} is in no Python file, so that a change of its code would not be found"
+        return [Problem("run.code", what, "a module of your own; or a draft: run(model=...), with objects")]
     what, expected = "{}: the file has changed since this process imported it", "a new process, or a reload"
     return [Problem("run.code", what.format(line), expected) for line in code_of(targets).edited]
 

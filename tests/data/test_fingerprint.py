@@ -67,6 +67,14 @@ def test_other_data_are_found_and_named(one: Source, other: Source, what: list[s
     assert not changes(before, fingerprint(one, seed=0), but_for_rounding=False)
 
 
+def test_large_numbers_do_not_hide_others() -> None:
+    """A time in seconds beside features."""
+    one, other = (np.random.RandomState(seed).randn(2000, 5).astype(np.float32) for seed in (1, 2))
+    one[:, 0] = other[:, 0] = 1.7e9
+    before, now = (fingerprint(Arrays(table, np.zeros(2000)), seed=0) for table in (one, other))
+    assert changes(before, now, but_for_rounding=True) == ["inputs has other content"]
+
+
 def test_rounding_is_seen_and_is_no_other_data() -> None:
     before, now = (fingerprint(of(TensorDataset(NUMBERS * scale)), seed=0) for scale in (1.0, 1 + 1e-7))
     assert not changes(before, now, but_for_rounding=True)
