@@ -3,6 +3,7 @@
 - Arrays and tensors in memory, also those that are attributes of the user's dataset: all their bytes. Of numbers with a
   fraction, also a weighted sum and the norm of 16 parts, once as they are and once, of up to a million of them, on a scale
   where small numbers count as large ones do: what a dataset has computed may be rounded differently on another machine.
+- Tables of Arrow (also those of `datasets`) and pandas in the user's dataset: their columns of numbers, as arrays in memory.
 - Arrays that are mapped from a file: 64 blocks of 64 KiB, evenly spaced from the first to the last.
 - Files that are decoded at each use: their names, the sizes of up to 2,000 of them, and the first 64 KiB of 64 of them.
 - Samples that are fetched one by one: up to 8 of them, evenly spaced, as many as are fetched in a second;
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64, 16, 2_000, 8, 1.0
-_DEPTH, _MOST_ARRAYS = 3, 64  # of the objects inside a source whose arrays count, and of their arrays
+_DEPTH, _MOST_ARRAYS, _MOST_ROWS = 3, 64, 1 << 27  # of the objects inside a source whose arrays count; arrays; of a table
 _HASH = re.compile(r" ?\[?[0-9a-f]{32}.*")  # and the numbers after it
 _TOLERANCE = 1e-5  # of a part's norm
 _MOST_SCALED, _SMALLEST = 1 << 20, 1e-6  # numbers; a smaller one counts as zero
@@ -72,6 +73,11 @@ def _arrays(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the arrays and tensors in an object, and in the objects in it, by their attributes' names."""
     if isinstance(owner, np.ndarray) or _is_tensor(owner):
         yield path, owner
+    elif type(owner).__module__.split(".")[0] in ("pyarrow", "pandas") and hasattr(owner, "columns"):
+        for name in getattr(owner, "column_names", owner.columns):
+            kind = str(getattr(owner[name], "type", None) or owner[name].dtype)
+            if kind.startswith(("int", "uint", "float", "double", "bool")) and len(owner) <= _MOST_ROWS:
+                yield f"{path}.{name}", owner[name].to_numpy()
     elif depth < _DEPTH and not isinstance(owner, type):
         inner: Mapping[Any, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
         if isinstance(owner, (list, tuple)) and len(owner) <= 16:

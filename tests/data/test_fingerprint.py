@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -33,6 +35,19 @@ class Words:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return {"text": f"{self.word} {number}", "number": self.scale * (number + torch.rand(3)), "odd": object()}
+
+
+class Rows:
+    """A dataset of a user: the rows of a table."""
+
+    def __init__(self, frame: Any) -> None:
+        self.frame = frame
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return dict(self.frame.iloc[number])
 
 
 def of(samples: Any) -> Source:
@@ -65,6 +80,18 @@ def test_other_data_are_found_and_named(one: Source, other: Source, what: list[s
     found = changes(before, now, but_for_rounding=True)
     assert set(what) <= set(found), found
     assert not changes(before, fingerprint(one, seed=0), but_for_rounding=False)
+
+
+@pytest.mark.parametrize("kind", ["datasets", "pandas"])
+def test_a_label_in_a_table_is_found(kind: str) -> None:
+    def table(odd: int) -> Any:
+        columns = {"text": [f"text {n}" for n in range(400)], "label": [n % 3 if n != 201 else odd for n in range(400)]}
+        return datasets.Dataset.from_dict(columns) if kind == "datasets" else Rows(pandas.DataFrame(columns))
+
+    before, now = (fingerprint(of(table(odd)), seed=0) for odd in (0, 1))
+    (found,) = changes(before, now, but_for_rounding=True)
+    assert found.endswith("label has other content")
+    assert not changes(before, fingerprint(of(table(0)), seed=0), but_for_rounding=False)
 
 
 def test_large_numbers_do_not_hide_others() -> None:
