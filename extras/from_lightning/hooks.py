@@ -56,7 +56,7 @@ class Hooks:
         self.driver.reset()
         self._columns.clear()
         self.driver.earlier.clear()
-        self.driver.num_calls = 0
+        self.driver.num_calls = self.driver.num_skipped = 0
         if loop.step % self.steps_per_epoch == 0 or not self._has_begun:  # also where a run continues within an epoch
             self._call(loop, "on_train_epoch_start", epoch=loop.step // self.steps_per_epoch)
         self._has_begun = True
@@ -77,7 +77,10 @@ class Hooks:
         driver.earlier |= driver.logged.keys()
         driver.logged.clear()
         self._call(loop, "on_before_zero_grad", given=(loop.optimizer,), epoch=epoch)
-        self._call(loop, "on_after_backward", epoch=epoch)
+        if not driver.num_skipped:
+            self._call(loop, "on_after_backward", epoch=epoch)
+        for parameter in loop.trained().values() if driver.num_skipped else ():
+            parameter.grad = None
         self._call(loop, "on_before_optimizer_step", given=(loop.optimizer,), epoch=epoch)
         if module.automatic_optimization:
             optimizer, driver.clip, driver.has_stepped = driver.trainer.optimizers[number], None, False
@@ -113,6 +116,10 @@ class Hooks:
             self._call(self._loop, "lr_scheduler_step", given=(scheduler, metric))
         else:
             scheduler.step(*(() if metric is None else (metric,)))
+
+    def sum_over_ranks(self, flag: bool) -> float:
+        """Return on how many ranks a flag is true. Collective."""
+        return float(self._loop.sum(torch.tensor(float(flag))))
 
     def row(self, loop: Loop) -> dict[str, float]:
         found = self._columns | self.driver.values()

@@ -1,14 +1,17 @@
 """A LightningModule whose methods this framework calls: what it logs and asks of its trainer goes to a `Driver`."""
 
+import ast
 import inspect
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from extras.from_lightning.driver import STEPS, Driver, FromTrainer, Scheduler, StepTaken
@@ -25,6 +28,7 @@ CALLED = {  # the hooks that are called, of all that a LightningModule can have
 NOT_NEEDED = {"forward", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
               "on_predict_start", "on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown",
               "optimizer_zero_grad"}  # fmt: skip
+SKIPPED = "skipped"  # the name of what `drive` returns for a training_step that returns None
 _OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks")
 
 
@@ -47,6 +51,15 @@ def driven(module: Callable[[], Any]) -> LightningModule:
 def has_own(module: Any, method: str) -> bool:
     """Return whether a LightningModule defines a method itself."""
     return getattr(type(module), method) is not getattr(LightningModule, method)
+
+
+def may_skip(module: Any) -> bool:
+    """Return whether the source of the training_step shows a `return None`, or no `return` at its end."""
+    (step,) = ast.parse(textwrap.dedent(inspect.getsource(type(module).training_step))).body
+    returned = [node.value for node in ast.walk(step) if isinstance(node, ast.Return)]
+    constants = [node for value in returned if value is not None for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    ends = isinstance(step, ast.FunctionDef) and isinstance(step.body[-1], (ast.Return, ast.Raise))
+    return not ends or None in returned or any(node.value is None for node in constants)
 
 
 def metrics_of(module: Any) -> list[Metric]:
@@ -85,6 +98,11 @@ class _Driven:
         yield from filter(torch.is_floating_point, tensors)
         yield torch.empty(0)
 
+    def _nothing(self) -> Tensor:
+        """Return a zero that gives each whole parameter a gradient: a strategy may wait for all of them."""
+        trained = [p for p in nn.Module.parameters(self) if p.requires_grad and not isinstance(p, DTensor)]  # type: ignore[arg-type]
+        return sum((p.sum() * 0.0 for p in trained), torch.zeros((), device=self.device, requires_grad=True))
+
     def train(self, mode: bool = True) -> Any:
         """Keep the modules in eval mode that were made so, as Lightning does."""
         found = super().train(mode)  # type: ignore[misc]
@@ -111,7 +129,10 @@ class _Driven:
         driver.module = self
         kept = [(metric, _state_of(metric)) for metric in metrics_of(self)] if driver.is_padding else []
         try:
-            return run(*(arguments if takes_all else arguments[: len(taken)]))
+            found = run(*(arguments if takes_all else arguments[: len(taken)]))
+            is_automatic = method == "training_step" and driver.module.automatic_optimization
+            is_skipped = found is None and is_automatic and not driver.is_measuring
+            return {SKIPPED: self._nothing()} if is_skipped else found
         except StepTaken:
             return None
         finally:

@@ -302,6 +302,30 @@ class Teacher(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
 
 
+class Skips(Teacher):
+    """It skips every third batch after the model has run, and the last batch of an epoch before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        if batch_idx == 4:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 3 else None
+
+
+class SkipsByContent(Teacher):
+    """It skips a batch by what is in it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        if batch[0].sum() > 0:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class SkipsUnseen(SkipsByContent):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return super().training_step(batch, batch_idx)
+
+
 class EveryOther(Teacher):
     """A scheduler that steps after every second batch of an epoch."""
 

@@ -41,6 +41,8 @@ CASES: dict[str, list[str]] = {
     "Habits": [],
     "Schedules": [],
     "EveryOther": [],
+    "Skips": [],
+    "SkipsByContent": [],
     "Queue": [],
     "CountsItself": [],
     "PlateauByHand": ["checkpoint.monitor=val/val_elbo", "checkpoint.mode=min"],
@@ -130,6 +132,8 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "Habits": modules.Habits,
     "Schedules": modules.Schedules,
     "EveryOther": modules.EveryOther,
+    "Skips": modules.Skips,
+    "SkipsByContent": modules.SkipsByContent,
     "Queue": modules.Queue,
     "CountsItself": modules.CountsItself,
     "PlateauByHand": modules.PlateauByHand,
@@ -150,7 +154,9 @@ def test_it_computes_what_lightning_does(name: str, monkeypatch: pytest.MonkeyPa
     assert len(rows) == len(losses) == STEPS
     for row, logged in zip(rows, losses):
         for column in ("loss", "train_loss", "agreement", "train_kl", "g_loss", "d_loss", "slope"):
-            if column in logged:
+            is_skipped = "loss" not in logged and name.startswith("Skips")
+            assert not is_skipped or row["loss"] is None
+            if column in logged and not is_skipped:  # Lightning keeps what an earlier step has logged
                 assert row[column] == pytest.approx(logged[column], rel=1e-6), (row, logged)  # Lightning logs in float32
     if name == "Habits":  # Lightning tells at the next batch what the hook at the end of an epoch has logged
         assert rows[4]["seen"] == pytest.approx(losses[5]["seen"], rel=1e-6)
@@ -178,7 +184,7 @@ def test_a_scheduler_that_follows_a_metric_does_what_it_does_under_lightning(tmp
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "strategy"), [
     ("Wasserstein", "fsdp"), ("Schedules", "ddp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
-    ("Classifier", "ddp"), ("PlateauByHand", "ddp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
+    ("Skips", "ddp"), ("Classifier", "ddp"), ("PlateauByHand", "ddp"), ("Skips", "fsdp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
 ])  # fmt: skip
 def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_path: Path) -> None:
     two = [*line(name, "micro_batch_size=3", "checkpoint.every=3"), f"parallel={strategy}", "launch.nproc_per_node=2"]
@@ -212,6 +218,21 @@ def test_the_losses_of_an_epoch_in_a_list_outlive_a_kill_and_are_refused_on_seve
     assert_same_bits(finished(*own, root=tmp_path), once(*own))
     two = refused(*own, "parallel=ddp", "launch.nproc_per_node=2", "micro_batch_size=4", "rehearse=true")
     assert "the module's list losses changes, and each process has its own" in two, two
+
+
+@pytest.mark.slow
+def test_a_batch_that_only_some_processes_or_micro_batches_would_skip_is_refused(tmp_path: Path) -> None:
+    whole = line("SkipsByContent")
+    two = [*whole, "parallel=ddp", "launch.nproc_per_node=2"]
+    unseen = [*two, f"task.module._target_={HERE}.SkipsUnseen"]
+    for own, code, says in (
+        ([*whole, "micro_batch_size=2"], 78, "returns None for some micro-batches of a step, and a loss for the others"),
+        (two, 78, "returns None on 1 of 2 processes, and a loss for the others"),
+        ([*unseen, "launch.max_restarts=0"], 1, "returns None, which its source does not show"),
+    ):
+        ended = command(*own, "rehearse=false", root=tmp_path)
+        assert ended.code == code and says in ended.output, ended.output
+    assert "returns None for some micro-batches" in refused(*whole, "rehearse=true")
 
 
 def test_a_part_that_lowers_the_rate_is_heard_or_refused_where_the_module_sets_its_rates(tmp_path: Path) -> None:
