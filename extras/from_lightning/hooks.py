@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from extras.from_lightning.callbacks import remark
 from extras.from_lightning.driver import Driver, Validated, optimizers_of
 from extras.from_lightning.kept import lists_of, plain_attributes
 from extras.from_lightning.logger import Logger
@@ -16,6 +17,7 @@ from extras.from_lightning.optimizers import configured_by, names_of_turns, orde
 from extras.from_lightning.rates import Configured, Rates
 from framework.modules.tensors import gradient_of, local
 from framework.runtime.exits import Unfit
+from framework.runtime.log import LOGGER
 from framework.training.loop_view import Loop
 
 
@@ -50,6 +52,8 @@ class Hooks:
         if (made := getattr(loop.dataset, "made", None)) is not None:
             trainer.datamodule = made
         self._loop, self._initial, self._lists = loop, plain_attributes(loop.module), lists_of(loop.module)
+        if loop.is_main and (said := remark(loop.module)):
+            LOGGER.warning("task: %s", said)
         self._call(loop, "on_fit_start", "on_train_start")
 
     def step_begun(self, loop: Loop) -> None:

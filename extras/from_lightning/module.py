@@ -5,7 +5,7 @@ import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from extras.from_lightning.callbacks import refusal
 from extras.from_lightning.driver import STEPS, Driver, FromTrainer, Scheduler, StepTaken
 from framework.runtime.exits import Unfit
 
 CALLED = {  # the hooks that are called, of all that a LightningModule can have
     "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "setup", "configure_model",
+    "configure_callbacks",
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
     "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_test_start", "on_test_end", "on_test_epoch_start", "on_test_epoch_end", "on_after_backward",
@@ -32,8 +34,11 @@ SKIPPED = "skipped"  # the name of what `drive` returns for a training_step that
 _OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks")
 
 
-def driven(module: Callable[[], Any]) -> LightningModule:
-    """Return a LightningModule that `drive` can call. ValueError with what of it would not be called."""
+def driven(module: Callable[[], Any], *, early_stopping: Mapping[str, Any] | None = None) -> LightningModule:
+    """Return a LightningModule that `drive` can call. ValueError with what of it would not be called.
+
+    `early_stopping`: the run's keys, which its callbacks must agree with. None: they are not looked at.
+    """
     made = module()
     if not isinstance(made, LightningModule):
         raise ValueError(f"model.module: a {type(made).__name__} (a LightningModule)")
@@ -44,6 +49,8 @@ def driven(module: Callable[[], Any]) -> LightningModule:
     made.trainer = FromTrainer(model=made)  # type: ignore[assignment]
     made.configure_model()
     made.setup("fit")
+    if early_stopping is not None and (odd_one := refusal(made, early_stopping=early_stopping)):
+        raise ValueError(f"model.module: configure_callbacks returns {odd_one}")
     vars(made)["_in_eval"] = [part for part in made.modules() if not part.training]  # which its author has put there
     return made
 

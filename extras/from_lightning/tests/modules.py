@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import callbacks
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler, get_worker_info
@@ -324,6 +325,21 @@ class SkipsByContent(Teacher):
 class SkipsUnseen(SkipsByContent):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         return super().training_step(batch, batch_idx)
+
+
+class Stops(Teacher):
+    """It has callbacks: its own, or those that keys replace."""
+
+    def __init__(self, callback: str = "") -> None:
+        super().__init__()
+        self.callback = callback
+
+    def configure_callbacks(self) -> Any:
+        if self.callback:
+            own: L.Callback = getattr(callbacks, self.callback, L.Callback)()
+            return own
+        return [callbacks.EarlyStopping("val_loss", patience=2, min_delta=0.2), callbacks.LearningRateMonitor(),
+                callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=3)]  # fmt: skip
 
 
 class EveryOther(Teacher):

@@ -66,7 +66,7 @@ class InOurOrder(L.LightningDataModule):
         order = Order(num_samples=len(self.data.fit), global_batch_size=SIZE, seed=SEED, drop_last=False)
         seen = 0
         batches = []
-        for _ in range(2 * STEPS):
+        for _ in range(8 * 5):
             batches.append(order.batch(seen)[1].tolist())
             seen += len(batches[-1])
 
@@ -275,6 +275,27 @@ def test_a_mean_that_is_not_one_over_the_samples_is_named_with_its_line(tmp_path
     ended = command(*RUN, f"task.module._target_={HERE}.MeanOverTokens", *own, root=tmp_path / "runs")
     line = inspect.getsourcelines(modules.LanguageModel.training_step)[1]
     assert f"its loss of a batch (at {modules.__file__}:{line}) is neither the sum nor the mean" in ended.output, ended.output
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_callbacks_of_a_module_are_keys_and_others_are_refused_by_name(tmp_path: Path) -> None:
+    own = [*RUN, f"task.module._target_={HERE}.Stops", "trainer.max_epochs=8"]
+    keys = ["trainer.early_stopping.monitor=val/val_loss", "trainer.early_stopping.mode=min", "trainer.early_stopping.patience=2",
+            "trainer.early_stopping.min_delta=0.2"]  # fmt: skip
+    said = refused(*own)
+    assert all(key in said for key in keys), said
+    ended = finished(*own, *keys, root=tmp_path)
+    assert "checkpoint.monitor=val/val_loss checkpoint.mode=min checkpoint.keep_best=3" in ended.output, ended.output
+
+    class Stopping(modules.Stops):
+        def configure_callbacks(self) -> Any:
+            return super().configure_callbacks()[0]
+
+    made, losses, _ = under_lightning(Stopping, modules.Data("points", SIZE), max_epochs=8)
+    assert ended.summary["step"] == len(losses) < 8 * 5
+    for callback, says in (("Callback", "its methods as hooks of the module"), ("BackboneFinetuning", "part=unfreeze")):
+        said = refused(*own, f"+task.module.callback={callback}")
+        assert f"configure_callbacks returns {callback}, which this framework does not call" in said and says in said
 
 
 def test_a_hook_that_is_not_called_is_refused() -> None:
