@@ -133,7 +133,7 @@ class _Driven:
             arguments = (moved(arguments[0], number), *arguments[1:], *([number] if "dataloader_idx" in parameters else []))
         self._driver = driver
         self.trainer, driver.trainer.model = driver.trainer, self  # also the trainer of the modules in it
-        driver.module = self
+        driver.module = driver.trainer.logger.module = self
         kept = [(metric, _state_of(metric)) for metric in metrics_of(self)] if driver.is_padding else []
         try:
             found = run(*(arguments if takes_all else arguments[: len(taken)]))

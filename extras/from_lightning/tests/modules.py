@@ -687,8 +687,15 @@ class Pictures(VAE):
             board.add_text("val/story", f"{len(y)} points", global_step=self.current_epoch)
             for logger in self.loggers:
                 logger.log_image("val/pairs", [x.sigmoid(), Image.new("RGB", (4, 4))], caption=["points", "black"])  # type: ignore[attr-defined]
+        board.add_scalar("val/points", len(y), self.global_step)
+        board.add_scalars("mean", {"x": x.mean(), "y": y.double().mean()}, self.global_step)
+        self.logger.log_metrics({"val/spread": float(x.std())}, step=self.global_step)  # type: ignore[union-attr]
         if self.odd:
             board.log({"val/loss": 1.0})
+        return super().validation_step(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logger.experiment.add_scalar("test/tested", 1)  # type: ignore[union-attr]
         return super().validation_step(batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -697,6 +704,9 @@ class Pictures(VAE):
         figure = Figure()
         figure.subplots().plot([1, 2])
         self.logger.experiment.add_figure("val/curve", figure, self.global_step)  # type: ignore[union-attr]
+        self.logger.experiment.add_scalar("epochs", 1 + self.current_epoch)  # type: ignore[union-attr]
+        self.logger.experiment.add_histogram("val/weights", self.encoder[0].weight, bins=4)  # type: ignore[union-attr]
+        self.logger.experiment.flush()  # type: ignore[union-attr]
         self.logger.log_table(key="val/table", columns=["a", "b"], data=[[1, "x"]])  # type: ignore[union-attr]
         points = self.trainer.datamodule.val_dataloader().dataset  # type: ignore[attr-defined]
         Path(self.logger.log_dir, "num_points").write_text(str(len(points)))  # type: ignore[union-attr, arg-type]

@@ -433,15 +433,23 @@ def test_what_a_module_gives_its_logger_is_media_of_the_run_or_refused_with_the_
     pictures = finished(*RUN, f"task.module._target_={HERE}.Pictures", *two, root=tmp_path)
     found = {str(path.relative_to(pictures.directory / "media")) for path in pictures.directory.glob("media/**/*.*")}
     ends = {"input": "png", "red": "png", "sound": "wav", "story": "txt", "pairs/0": "png", "pairs/1": "png", "pairs/caption": "txt",
-            "curve": "png", "table": "csv"}  # fmt: skip
+            "curve": "png", "table": "csv", "weights": "csv"}  # fmt: skip
     assert found == {f"val/{name}/step_{step:08}.{end}" for name, end in ends.items() for step in (5, 10)}
     assert (pictures.directory / "media/val/story/step_00000010.txt").read_text() == "8 points"
     assert (pictures.directory / "media/val/table/step_00000010.csv").read_text() == "a,b\n1,x\n"
     assert (pictures.directory / "lightning_logs/num_points").read_text() == "24"
+    lines = (pictures.directory / "media/val/weights/step_00000010.csv").read_text().splitlines()
+    assert lines[0] == "from,to,count" and sum(int(one.split(",")[2]) for one in lines[1:]) == 16 * 6
+    first, last = (row for row in exact_rows(pictures) if row["split"] == "val")
+    points = modules.Data("points", SIZE)
+    points.setup("fit")
+    x, y = points.held_out[:]
+    assert (first["points"], first["epochs"], last["epochs"]) == (8, 1, 2)
+    assert last["mean/y"] == pytest.approx(float(y.double().mean())) and last["mean/x"] == pytest.approx(float(x.mean()))
     red = Image.open(pictures.directory / "media/val/red/step_00000010.png")
     assert red.size == (6, 4) and red.getcolors() == [(24, (255, 0, 0))]
     again = command("mode=eval", f"run.dir={pictures.directory}", root=tmp_path)
-    assert again.code == 0, again.output
+    assert again.code == 0 and "tested" in again.output, again.output
     assert "self.logger.log: is not available (numbers: self.log" in refused(
         *RUN, f"task.module._target_={HERE}.Pictures", "+task.module.odd=true", "rehearse=true"
     )
