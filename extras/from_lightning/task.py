@@ -122,8 +122,9 @@ class Task:
         driver = self.driver
         if context.is_training and not driver.module.automatic_optimization:
             if driver.losses and not driver.is_done:
-                what = "training_step calls manual_backward, and steps no optimizer with it"
-                raise Unfit(f"task: {what} (global_batch_size and micro_batch_size accumulate gradients)")
+                what = "training_step calls manual_backward, and steps no optimizer with it: is it to accumulate gradients?"
+                cure = "a step() in every call; global_batch_size is N times, and micro_batch_size once, what is now a batch"
+                raise Unfit(f"task: {what} ({cure}, and the loss is not divided by N)")
             if driver.is_done:
                 return sum(driver.losses[1:], driver.losses[0])
             return torch.zeros((), requires_grad=True)  # the optimizer is left out in this step

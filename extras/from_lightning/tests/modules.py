@@ -595,6 +595,22 @@ class Alone(VAE):
         optimizer.step()
 
 
+class Accumulates(Alone):
+    """It steps its optimizer after every second batch, or after the others."""
+
+    def __init__(self, after: int = 1, steps_always: bool = False) -> None:
+        super().__init__()
+        self.after, self.steps_always = after, steps_always
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.elbo(batch)["loss"]
+        self.manual_backward(loss if self.steps_always else loss / 2)
+        if batch_idx % 2 == self.after or self.steps_always:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class PlateauByHand(Alone):
     """A scheduler that its hook steps with what the validation has logged."""
 

@@ -269,6 +269,32 @@ def test_optimizers_that_are_not_seen_or_in_no_clear_order_are_refused(name: str
     assert says in refused(*RUN, f"task.module._target_={HERE}.{name}", "rehearse=true")
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_gradients_that_a_module_accumulates_itself_are_refused_with_keys_that_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [*RUN, f"task.module._target_={HERE}.Accumulates", "rehearse=true"]
+    for after in (0, 1):
+        said = refused(*own, f"+task.module.after={after}")
+        assert "steps no optimizer with it" in said and "global_batch_size is N times, and micro_batch_size once" in said
+    keys = ["+task.module.steps_always=true", "global_batch_size=32", "dataset.module.batch_size=32", "micro_batch_size=16"]
+    ended = finished(*own, *keys, "rehearse=false", "trainer.max_steps=2", root=tmp_path, before=draw_alike)
+    for function in ("randn", "randn_like"):
+        monkeypatch.setattr(torch, function, getattr(torch, function))
+    draw_alike()
+    data = modules.Data("points", SIZE)
+    data.setup("fit")
+    order, made = Order(num_samples=72, global_batch_size=32, seed=SEED, drop_last=False), modules.Accumulates().double()
+    seen = [number for place in (0, 32) for number in order.batch(place)[1].tolist()]
+    trainer = L.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                        enable_model_summary=False, limit_val_batches=0, precision="64-true")  # fmt: skip
+    torch.manual_seed(SEED)
+    made = modules.Accumulates().double()
+    trainer.fit(made, DataLoader(data.fit, batch_sampler=[seen[start : start + SIZE] for start in range(0, 64, SIZE)]))
+    for parameter, value in made.state_dict().items():
+        assert torch.allclose(ended.weights[parameter], value, rtol=1e-10, atol=1e-10), parameter
+
+
 @pytest.mark.slow
 def test_a_mean_that_is_not_one_over_the_samples_is_named_with_its_line(tmp_path: Path) -> None:
     own = ["dataset.module.kind=tokens", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true", "trainer.max_steps=1"]
