@@ -1,6 +1,7 @@
 """The hooks of a LightningModule as a part of the loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torchmetrics import Metric
 
 from extras.from_lightning.callbacks import remark
 from extras.from_lightning.driver import Driver, Validated, optimizers_of
+from extras.from_lightning.frozen import same_trained
 from extras.from_lightning.kept import lists_of, plain_attributes
 from extras.from_lightning.logger import Logger
 from extras.from_lightning.module import has_own
@@ -238,7 +240,8 @@ class Hooks:
         self.driver.is_padding = False
         returned = None
         for hook in hooks:
-            returned = module.drive(self.driver, hook, *given)
+            with same_trained(module, hook) if has_own(module, hook) else nullcontext():
+                returned = module.drive(self.driver, hook, *given)
         return returned
 
 

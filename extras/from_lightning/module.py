@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from extras.from_lightning.callbacks import refusal
 from extras.from_lightning.driver import STEPS, Driver, FromTrainer, Scheduler, StepTaken
+from extras.from_lightning.frozen import unfreezing
 from framework.runtime.exits import Unfit
 
 CALLED = {  # the hooks that are called, of all that a LightningModule can have
@@ -45,6 +46,8 @@ def driven(module: Callable[[], Any], *, early_stopping: Mapping[str, Any] | Non
     if odd := _not_called(type(made)):
         what = f"{type(made).__name__} overrides {', '.join(odd)}, which this framework does not call"
         raise ValueError(f"model.module: {what} (trainer.*, part=... or a task of your own: extras/from_lightning/README.md)")
+    if found := unfreezing(made):
+        raise ValueError(f"model.module: {found}")
     made.__class__ = type(type(made).__name__, (_Driven, type(made)), {"__module__": type(made).__module__})
     made.trainer = FromTrainer(model=made)  # type: ignore[assignment]
     made.configure_model()

@@ -342,6 +342,41 @@ class Stops(Teacher):
                 callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=3)]  # fmt: skip
 
 
+class ByClosure(Teacher):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.student.parameters())
+
+
+class AllTrained(Classifier):
+    """Its first layer is trained as the others."""
+
+    def __init__(self) -> None:
+        super().__init__(net(), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1))
+
+
+class Unfreezes(AllTrained):
+    """Its first layer is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)  # type: ignore[index]
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for parameter in self.net[0].parameters():  # type: ignore[index]
+                parameter.requires_grad = True
+
+
+class UnfreezesElsewhere(Unfreezes):
+    """It does so in a method that its hook calls."""
+
+    def on_train_epoch_start(self) -> None:
+        self.move()
+
+    def move(self) -> None:
+        Unfreezes.on_train_epoch_start(self)
+
+
 class EveryOther(Teacher):
     """A scheduler that steps after every second batch of an epoch."""
 

@@ -324,6 +324,31 @@ def test_callbacks_of_a_module_are_keys_and_others_are_refused_by_name(tmp_path:
         assert f"configure_callbacks returns {callback}, which this framework does not call" in said and says in said
 
 
+def test_an_optimizer_that_computes_the_loss_itself_is_refused_with_the_reason() -> None:
+    said = refused(*RUN, f"task.module._target_={HERE}.ByClosure")
+    why = "LBFGS needs a closure, which computes the loss several times, but a step has only one backward pass"
+    assert f"optimizer: {why} (another optimizer" in said and said.count("(") == 1, said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_hook_that_unfreezes_is_refused_and_the_part_it_names_computes_what_lightning_does(tmp_path: Path) -> None:
+    said = refused(*RUN, f"task.module._target_={HERE}.Unfreezes")
+    assert "on_train_epoch_start changes later which parameters are trained" in said and "part=unfreeze" in said, said
+    late = command(*RUN, f"task.module._target_={HERE}.UnfreezesElsewhere", "rehearse=true", root=tmp_path)
+    assert late.code == 78 and "step 10/10" not in late.output, late.output
+    assert "on_train_epoch_start changes whether net.0.bias is trained" in late.output, late.output
+    part = ["part=unfreeze", "part.unfreeze.groups=[[net.0.*]]", "part.unfreeze.every=5"]
+    own = [*RUN, f"task.module._target_={HERE}.AllTrained", *part]
+    ended = finished(*own, root=tmp_path / "one")
+    made, _, _ = under_lightning(modules.Unfreezes, modules.Data("points", SIZE))
+    for parameter, value in made.state_dict().items():
+        assert torch.allclose(ended.weights[parameter], value, rtol=1e-10, atol=1e-10), parameter
+    two = [*own, "parallel=ddp", "launch.nproc_per_node=2", "micro_batch_size=4", "checkpoint.every=3", "launch.max_restarts=0"]
+    assert command(*two, root=tmp_path / "two", before=after_step(4, crash)).code != 0
+    assert_close(finished(*two, root=tmp_path / "two"), ended)
+
+
 def test_a_hook_that_is_not_called_is_refused() -> None:
     own = [*RUN, f"task.module._target_={HERE}.OwnBackward", "dataset.module.kind=tokens"]
     assert "OwnBackward overrides backward, which this framework does not call" in refused(*own)
