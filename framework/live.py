@@ -28,7 +28,7 @@ def words_of(given: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
                 words += _of_data(value, held)
             elif key in ("model", "task", "optimizer", "scheduler"):
                 held[key] = value
-                words.append(f"{key}._target_={__name__}.held_{key}{_KINDS.get(key, lambda _: '')(value)}")
+                words.append(f"{key}._target_={__name__}.held_{key}{_kind(key, value)}")
             else:
                 what = f"a {type(value).__name__} is not a value of this key"
                 raise ValueError(f"{what} (a model, a dataset, a task, an optimizer and a scheduler can be objects)")
@@ -157,14 +157,12 @@ def held_optimizer_that_exists(trained: list[Any]) -> Any:
     named = _HELD["model"].named_parameters() if hasattr(_HELD.get("model"), "named_parameters") else ()
     numbers = {id(one): number for number, group in enumerate(given.param_groups) for one in group["params"]}
     number_of = {name: numbers.get(id(one), 0) for name, one in named}
-    options = [{name: value for name, value in group.items() if name != "params"} for group in given.param_groups]
-    groups = [
-        {"params": members, **own}
-        for number, own in enumerate(options)
-        for members in by_mesh([item.parameter for item in trained if number_of.get(item.name, 0) == number])
-    ]
-    known = inspect.signature(type(given)).parameters
-    return type(given)(groups, **{name: value for name, value in options[0].items() if name in known})
+    groups = list[dict[str, Any]]()
+    for number, group in enumerate(given.param_groups):
+        mine = [item.parameter for item in trained if number_of.get(item.name, 0) == number]
+        groups += [{**group, "params": members} for members in by_mesh(mine)]
+    known = inspect.signature(type(given)).parameters.keys() - {"params"}
+    return type(given)(groups, **{name: value for name, value in given.param_groups[0].items() if name in known})
 
 
 def held_scheduler(optimizer: Any) -> Any:
@@ -184,17 +182,14 @@ def _total_of(scheduler: Any) -> set[str]:
     return TOTALS & inspect.signature(getattr(scheduler, "func", scheduler)).parameters.keys()
 
 
-def _kind_of_scheduler(scheduler: Any) -> str:
-    if not callable(scheduler):
-        kind = type(scheduler).__name__
+def _kind(key: str, value: Any) -> str:
+    """Return the end of the name of the function that makes a held object. ValueError for a scheduler that exists."""
+    if key == "scheduler" and not callable(value):
+        kind = type(value).__name__
         raise ValueError(f"a {kind} has its optimizer already (a function of the optimizer: partial({kind}, ...))")
-    return "_of_steps" if _total_of(scheduler) else ""
-
-
-_KINDS: dict[str, Callable[[Any], str]] = {  # the end of the name of the function below that makes a held object
-    "optimizer": lambda given: "" if callable(given) else "_that_exists",
-    "scheduler": _kind_of_scheduler,
-}
+    if key == "optimizer" and not callable(value):
+        return "_that_exists"
+    return "_of_steps" if key == "scheduler" and _total_of(value) else ""
 
 
 class LossFunction:
