@@ -12,10 +12,6 @@ from torch import nn
 from framework.runtime.exits import Unfit
 
 _LATE = ("on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end")
-_CURE = (
-    "requires_grad from the start, and part=unfreeze part.unfreeze.groups=[[backbone.*]] part.unfreeze.every=STEPS, "
-    "which trains nothing of a group before"
-)
 
 
 def unfreezing(module: Any) -> str:
@@ -26,8 +22,13 @@ def unfreezing(module: Any) -> str:
         except (OSError, TypeError, SyntaxError):
             continue
         if any(map(_unfreezes, ast.walk(source))):
-            return f"{hook} changes later which parameters are trained ({_CURE})"
+            return f"{hook} changes later which parameters are trained ({_cure('NAME.*')})"
     return ""
+
+
+def _cure(pattern: str) -> str:
+    part = f"part=unfreeze part.unfreeze.groups=[[{pattern}]] part.unfreeze.every=STEPS"
+    return f"requires_grad from the start, and {part}, which trains nothing of a group before"
 
 
 def _unfreezes(node: ast.AST) -> bool:
@@ -47,12 +48,10 @@ def _is_false(node: ast.AST) -> bool:
 @contextmanager
 def same_trained(module: Any, hook: str) -> Iterator[None]:
     """Raise Unfit if a hook in this context changes which parameters are trained."""
-    before = _trained(module)
+    before = [(parameter, parameter.requires_grad) for parameter in nn.Module.parameters(module)]
     yield
-    if changed := sorted(before ^ _trained(module)):
-        what = f"{hook} changes whether {changed[0]} is trained (requires_grad), and no checkpoint holds this change"
-        raise Unfit(f"task: {what} ({_CURE})")
-
-
-def _trained(module: Any) -> set[str]:
-    return {name for name, parameter in nn.Module.named_parameters(module) if parameter.requires_grad}
+    changed = {id(parameter) for parameter, is_trained in before if parameter.requires_grad != is_trained}
+    if changed:
+        name = next(name for name, parameter in nn.Module.named_parameters(module) if id(parameter) in changed)
+        what = f"{hook} changes whether {name} is trained (requires_grad), and no checkpoint holds this change"
+        raise Unfit(f"task: {what} ({_cure(name.rpartition('.')[0] + '.*')})")

@@ -1,6 +1,7 @@
 """A LightningModule whose methods this framework calls: what it logs and asks of its trainer goes to a `Driver`."""
 
 import ast
+import functools
 import inspect
 import itertools
 import re
@@ -63,9 +64,13 @@ def has_own(module: Any, method: str) -> bool:
     return getattr(type(module), method) is not getattr(LightningModule, method)
 
 
-def may_skip(module: Any) -> bool:
-    """Return whether the source of the training_step shows a `return None`, or no `return` at its end."""
-    (step,) = ast.parse(textwrap.dedent(inspect.getsource(type(module).training_step))).body
+@functools.cache
+def may_skip(kind: type) -> bool:
+    """Return whether the source of a training_step shows a `return None`, no `return` at its end, or cannot be read."""
+    try:
+        (step,) = ast.parse(textwrap.dedent(inspect.getsource(kind.training_step))).body  # type: ignore[attr-defined]
+    except (OSError, TypeError, SyntaxError):
+        return True
     returned = [node.value for node in ast.walk(step) if isinstance(node, ast.Return)]
     constants = [node for value in returned if value is not None for node in ast.walk(value) if isinstance(node, ast.Constant)]
     ends = isinstance(step, ast.FunctionDef) and isinstance(step.body[-1], (ast.Return, ast.Raise))

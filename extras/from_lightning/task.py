@@ -83,9 +83,11 @@ class Task:
     def _is_skipped(self, found: Any) -> bool:
         """Return whether a training_step has returned None, in place of a loss, on all ranks. Unfit if only on some."""
         driver = self.driver
+        if not driver.module.automatic_optimization:
+            return False
         is_skipped = isinstance(found, Mapping) and SKIPPED in found
         if dist.is_initialized() and dist.get_world_size() > 1:
-            if not may_skip(driver.module):
+            if not may_skip(type(driver.module)):
                 if not is_skipped:
                     return False
                 what = "training_step returns None, which its source does not show (`return None` in the training_step itself)"

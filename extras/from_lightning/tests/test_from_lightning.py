@@ -337,7 +337,7 @@ def test_a_hook_that_unfreezes_is_refused_and_the_part_it_names_computes_what_li
     assert "on_train_epoch_start changes later which parameters are trained" in said and "part=unfreeze" in said, said
     late = command(*RUN, f"task.module._target_={HERE}.UnfreezesElsewhere", "rehearse=true", root=tmp_path)
     assert late.code == 78 and "step 10/10" not in late.output, late.output
-    assert "on_train_epoch_start changes whether net.0.bias is trained" in late.output, late.output
+    assert "on_train_epoch_start changes whether net.0.weight is trained" in late.output, late.output
     part = ["part=unfreeze", "part.unfreeze.groups=[[net.0.*]]", "part.unfreeze.every=5"]
     own = [*RUN, f"task.module._target_={HERE}.AllTrained", *part]
     ended = finished(*own, root=tmp_path / "one")
