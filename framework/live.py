@@ -5,9 +5,10 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from framework.config.targets import TOTALS
 from framework.runtime.log import LOGGER
 from framework.runtime.problem import Problem
 from framework.runtime.program import typed_override
@@ -25,9 +26,9 @@ def words_of(given: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
                 words += _overrides(key, value)
             elif key == "dataset":
                 words += _of_data(value, held)
-            elif key in ("model", "task", "optimizer") or (key == "scheduler" and callable(value)):
+            elif key in ("model", "task", "optimizer", "scheduler"):
                 held[key] = value
-                words.append(f"{key}._target_={__name__}.held_{key}")
+                words.append(f"{key}._target_={__name__}.held_{key}{_kind(key, value)}")
             else:
                 what = f"a {type(value).__name__} is not a value of this key"
                 raise ValueError(f"{what} (a model, a dataset, a task, an optimizer and a scheduler can be objects)")
@@ -46,13 +47,16 @@ def _require_whole(optimizer: Any, model: Any) -> None:
     """ValueError if an optimizer that exists does not hold the parameters of the model that are trained."""
     groups, parameters = getattr(optimizer, "param_groups", None), getattr(model, "parameters", None)
     if groups is None:
+        if getattr(optimizer, "args", ()):
+            raise ValueError("is a partial with its parameters (without them; or the optimizer itself, with its groups)")
         return
-    if len(groups) > 1:
-        raise ValueError("has several groups of parameters (a function of the parameters, and optimizer.groups)")
-    held = {id(one) for one in groups[0]["params"]}
+    if len(groups) > 1 and parameters is None:
+        raise ValueError("has several groups of parameters, of a model that is no object here (both as objects)")
+    held = {id(one) for group in groups for one in group["params"]}
     trained = {id(one) for one in parameters() if one.requires_grad} if parameters is not None else held
     if held != trained:
         what = f"holds {len(held)} parameters, and the model trains {len(trained)}"
+        what += f" others: {len(trained - held)} are not held" if len(held) == len(trained) else ""
         raise ValueError(f"{what} (requires_grad_(False) for those that stay, and the others in the optimizer)")
 
 
@@ -139,18 +143,57 @@ def held_task() -> Any:
     return given if hasattr(given, "loss") or hasattr(given, "step") else LossFunction(given)
 
 
-def held_optimizer(parameters: Iterable[Any]) -> Any:
-    """Return the optimizer for these parameters: of a class or function, or with the settings of an optimizer that exists."""
+def held_optimizer(parameters: list[dict[str, Any]]) -> Any:
+    """Return the optimizer for these groups of parameters, as a class or function makes it."""
+    made = _held("optimizer")(parameters)
+    known, own = ({id(one) for group in groups for one in group["params"]} for groups in (parameters, made.param_groups))
+    if not own <= known:
+        what = "the function returns an optimizer of parameters that it is not given"
+        raise ValueError(f"{what} (those of its argument; or the optimizer itself, with its groups)")
+    return made
+
+
+def held_optimizer_that_exists(trained: list[Any]) -> Any:
+    """Return an optimizer with the class, the groups and the settings of one that exists."""
+    from framework.modules.tensors import by_mesh
+
     given = _held("optimizer")
-    if callable(given):
-        return given(parameters)
-    known, group = inspect.signature(type(given)).parameters, given.param_groups[0]
-    return type(given)(parameters, **{name: group[name] for name in known if name in group and name != "params"})
+    named = _HELD["model"].named_parameters() if hasattr(_HELD.get("model"), "named_parameters") else ()
+    numbers = {id(one): number for number, group in enumerate(given.param_groups) for one in group["params"]}
+    number_of = {name: numbers.get(id(one), 0) for name, one in named}
+    groups = list[dict[str, Any]]()
+    for number, group in enumerate(given.param_groups):
+        mine = [item.parameter for item in trained if number_of.get(item.name, 0) == number]
+        groups += [{**group, "params": members} for members in by_mesh(mine)]
+    known = inspect.signature(type(given)).parameters.keys() - {"params"}
+    return type(given)(groups, **{name: value for name, value in given.param_groups[0].items() if name in known})
 
 
 def held_scheduler(optimizer: Any) -> Any:
     """Return the scheduler of this optimizer, as a class or function makes it."""
     return _held("scheduler")(optimizer)
+
+
+def held_scheduler_of_steps(optimizer: Any, total_steps: int | None = None) -> Any:
+    """Return the scheduler of a class that takes the number of its steps, or of a partial of it, which may have the number."""
+    given = _held("scheduler")
+    (name,) = _total_of(given)
+    is_known = {name, "epochs"} & getattr(given, "keywords", {}).keys()
+    return given(optimizer, **({} if is_known else {name: total_steps}))
+
+
+def _total_of(scheduler: Any) -> set[str]:
+    return TOTALS & inspect.signature(getattr(scheduler, "func", scheduler)).parameters.keys()
+
+
+def _kind(key: str, value: Any) -> str:
+    """Return the end of the name of the function that makes a held object. ValueError for a scheduler that exists."""
+    if key == "scheduler" and not callable(value):
+        kind = type(value).__name__
+        raise ValueError(f"a {kind} has its optimizer already (a function of the optimizer: partial({kind}, ...))")
+    if key == "optimizer" and not callable(value):
+        return "_that_exists"
+    return "_of_steps" if key == "scheduler" and _total_of(value) else ""
 
 
 class LossFunction:

@@ -283,3 +283,12 @@ def test_other_data_are_measured_and_their_row_names_them(tmp_path: Path) -> Non
         "dataset=synthetic", "dataset.kind=tokens", "dataset.vocab_size=16", "dataset.seq_len=12", "dataset.num_test=7"
     )
     assert chosen["samples"] == 7 and "num_test=7" in chosen["dataset"] and "vocab_size" not in chosen["dataset"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_data_that_the_model_does_not_take_are_refused_with_the_shapes(ranks: int, tmp_path: Path) -> None:
+    longer = ["dataset=synthetic", "dataset.kind=tokens", "dataset.vocab_size=16", "dataset.seq_len=24", "dataset.num_test=7"]
+    where = ["mode=eval", f"run.dir={run().directory}", "parallel=ddp", f"launch.nproc_per_node={ranks}"]
+    ended = command(*where, *longer, root=tmp_path / "none")
+    assert ended.code == 78 and "dataset: the run's model or task does not take these samples: " in ended.output, ended.output
+    assert "tokens int64 [157], now int64 [169]" in ended.output, ended.output

@@ -94,6 +94,40 @@ def test_a_scheduler_is_a_function_of_the_optimizer(tmp_path: Path) -> None:
     assert_equal_models(net, by_hand(gamma=0.9))
 
 
+GROUPS: Any = [{"lr": 1e-3, "momentum": 0.5}, {"lr": 3e-2, "weight_decay": 0.1}]
+
+
+@pytest.mark.parametrize("words", [(), ("parallel=fsdp", "launch.nproc_per_node=2")])
+@in_a_program
+def test_the_groups_of_an_optimizer_are_those_of_the_run(words: tuple[str, ...], tmp_path: Path) -> None:
+    def groups(net: Any) -> Any:
+        return torch.optim.SGD([{"params": net[n].parameters(), **own} for n, own in zip((2, 0), GROUPS)], lr=1.0, momentum=0.9)
+
+    net, own = network(), network()
+    run(*words, model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=groups(net), **KEYS)
+    optimizer, (inputs, targets) = groups(own), data()
+    for _ in range(12):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(own(inputs), targets).backward()
+        optimizer.step()
+    assert_equal_models(net, own)
+
+
+@pytest.mark.parametrize("total", [{}, {"total_steps": 12}])
+@in_a_program
+def test_a_scheduler_with_a_number_of_steps_counts_steps(total: dict[str, int], tmp_path: Path) -> None:
+    given: Any = {"dataset": SAMPLES, "task": nn.MSELoss(), "optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
+    cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.4, **total)
+    done = run(model=network(), **given | KEYS | {"scheduler": cycle})
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    scheduler, rates = cycle(optimizer, total_steps=12), []
+    for _ in range(12):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert [row["lr"] for row in done.rows if row["split"] == "train"] == pytest.approx(rates)
+
+
 @in_a_program
 def test_it_does_so_on_two_processes_also_after_torch_has_computed_here(tmp_path: Path) -> None:
     net = network()
@@ -175,10 +209,20 @@ def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_
         compose(model=network(), metric=object())
     with pytest.raises(ConfigurationError, match="trainer.max_stepz: unknown key"):
         compose(trainer={"max_stepz": 3})
-    two = torch.optim.SGD([{"params": [p]} for p in network().parameters()], lr=0.1)
-    with pytest.raises(ConfigurationError, match="optimizer: has several groups"):
-        run(model=network(), dataset=SAMPLES, task=nn.MSELoss(), optimizer=two, **KEYS)
     net: Any = network()
+    two = torch.optim.SGD([{"params": [p]} for p in network().parameters()], lr=0.1)
+    with pytest.raises(ConfigurationError, match="optimizer: holds 4 parameters, and the model trains 4 others"):
+        run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=two, **KEYS)
+    with pytest.raises(ConfigurationError, match="optimizer: has several groups of parameters, of a model that is no object"):
+        run(model="mlp", dataset=SAMPLES, task=nn.MSELoss(), optimizer=two, **KEYS)
+    with pytest.raises(ConfigurationError, match="optimizer: is a partial with its parameters"):
+        part = functools.partial(torch.optim.SGD, net.parameters(), lr=0.1)
+        run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=part, **KEYS)
+    with pytest.raises(RunFailed, match="optimizer: the function returns an optimizer of parameters that it is not given"):
+        other = functools.partial(lambda params, of: torch.optim.SGD(of, lr=0.1), of=[*net.parameters()])
+        run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=other, **KEYS)
+    with pytest.raises(ConfigurationError, match=r"scheduler: a StepLR has its optimizer already .* partial\(StepLR"):
+        compose(model=net, scheduler=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters()), 3))
     with pytest.raises(ConfigurationError, match="optimizer: holds 2 parameters, and the model trains 4"):
         run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD(net[2].parameters(), lr=0.1), **KEYS)
     with pytest.raises(ConfigurationError, match="dataset: train is an iterator, which can be read once"):

@@ -1,6 +1,7 @@
 """Models of other people that compute their own loss train as in a plain loop, and the same on any number of processes."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.data.order import Order
-from tests.harness import assert_close, command, exact_rows, finished, once, refused
+from tests.harness import assert_close, assert_same_bits, command, exact_rows, finished, once, refused
 
 
 def samples() -> list[dict[str, Tensor]]:
@@ -87,6 +88,19 @@ def scenes() -> list[Any]:
     ]
 
 
+@dataclass
+class Sequences:
+    """A batch with names, as a collate function may return it."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+
+
+def in_sequences(samples: list[Any]) -> Sequences:
+    return Sequences(**torch.utils.data.default_collate(samples))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Import what the commands' processes then have."""
@@ -140,6 +154,12 @@ def test_it_computes_what_a_plain_loop_does(name: str) -> None:
             "scheduler=constant", "micro_batch_size=3"]  # fmt: skip
     rows = [row["loss"] for row in exact_rows(once(*line)) if row["split"] == "train"]
     assert rows == pytest.approx(losses, rel=PRECISE[name])
+
+
+@pytest.mark.quick(1)
+def test_a_batch_that_is_a_dataclass_is_what_a_dictionary_of_its_fields_is() -> None:
+    in_one = f"dataset.collate={{_target_: {__name__}.in_sequences, _partial_: true}}"
+    assert_same_bits(once(*CASES["bert"], in_one), once(*CASES["bert"]))
 
 
 @pytest.mark.quick(1)

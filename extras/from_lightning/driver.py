@@ -107,6 +107,7 @@ class Driver:
     losses: list[Tensor] = field(default_factory=list)  # given to manual_backward for the optimizer of the turn
     taken: int = 0  # optimizers that the training_step has stepped or left out
     num_calls: int = 0  # of training_step in this step
+    num_skipped: int = 0  # of these calls: they have returned None
     is_done: bool = False  # whether the optimizer of the turn is among them
 
     @property

@@ -1,6 +1,7 @@
 """The hooks of a LightningModule as a part of the loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from extras.from_lightning.callbacks import remark
 from extras.from_lightning.driver import Driver, Validated, optimizers_of
+from extras.from_lightning.frozen import same_trained
 from extras.from_lightning.kept import lists_of, plain_attributes
 from extras.from_lightning.logger import Logger
 from extras.from_lightning.module import has_own
@@ -16,6 +19,7 @@ from extras.from_lightning.optimizers import configured_by, names_of_turns, orde
 from extras.from_lightning.rates import Configured, Rates
 from framework.modules.tensors import gradient_of, local
 from framework.runtime.exits import Unfit
+from framework.runtime.log import LOGGER
 from framework.training.loop_view import Loop
 
 
@@ -50,13 +54,15 @@ class Hooks:
         if (made := getattr(loop.dataset, "made", None)) is not None:
             trainer.datamodule = made
         self._loop, self._initial, self._lists = loop, plain_attributes(loop.module), lists_of(loop.module)
+        if loop.is_main and (said := remark(loop.module)):
+            LOGGER.warning("task: %s", said)
         self._call(loop, "on_fit_start", "on_train_start")
 
     def step_begun(self, loop: Loop) -> None:
         self.driver.reset()
         self._columns.clear()
         self.driver.earlier.clear()
-        self.driver.num_calls = 0
+        self.driver.num_calls = self.driver.num_skipped = 0
         if loop.step % self.steps_per_epoch == 0 or not self._has_begun:  # also where a run continues within an epoch
             self._call(loop, "on_train_epoch_start", epoch=loop.step // self.steps_per_epoch)
         self._has_begun = True
@@ -77,7 +83,10 @@ class Hooks:
         driver.earlier |= driver.logged.keys()
         driver.logged.clear()
         self._call(loop, "on_before_zero_grad", given=(loop.optimizer,), epoch=epoch)
-        self._call(loop, "on_after_backward", epoch=epoch)
+        if not driver.num_skipped:
+            self._call(loop, "on_after_backward", epoch=epoch)
+        for parameter in loop.trained().values() if driver.num_skipped else ():
+            parameter.grad = None
         self._call(loop, "on_before_optimizer_step", given=(loop.optimizer,), epoch=epoch)
         if module.automatic_optimization:
             optimizer, driver.clip, driver.has_stepped = driver.trainer.optimizers[number], None, False
@@ -113,6 +122,10 @@ class Hooks:
             self._call(self._loop, "lr_scheduler_step", given=(scheduler, metric))
         else:
             scheduler.step(*(() if metric is None else (metric,)))
+
+    def sum_over_ranks(self, flag: bool) -> float:
+        """Return on how many ranks a flag is true. Collective."""
+        return float(self._loop.sum(torch.tensor(float(flag))))
 
     def row(self, loop: Loop) -> dict[str, float]:
         found = self._columns | self.driver.values()
@@ -227,7 +240,8 @@ class Hooks:
         self.driver.is_padding = False
         returned = None
         for hook in hooks:
-            returned = module.drive(self.driver, hook, *given)
+            with same_trained(module, hook) if has_own(module, hook) else nullcontext():
+                returned = module.drive(self.driver, hook, *given)
         return returned
 
 

@@ -1,18 +1,25 @@
-"""What `self.logger` of a LightningModule can log: media of the run, by the names of TensorBoard and of WandbLogger."""
+"""What `self.logger` of a LightningModule can log: numbers and media, by the names of TensorBoard and of WandbLogger."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from framework.runtime.exits import Unfit
 from framework.training.loop_view import Loop
 
 
+class NotAvailable(Unfit, AttributeError):
+    """The error of a method of other loggers that this one does not have."""
+
+
 class Logger:
-    """Methods that log as the loop does, in the step of the run. Without a loop (mode=eval), they do nothing."""
+    """Methods that log as the loop does, in the step of the run. Without a loop (mode=eval), those of media do nothing."""
 
     def __init__(self, loop: Loop | None = None) -> None:
         self._loop = loop
+        self.module: Any = None  # the LightningModule with a method that is running
 
     name, version = "lightning_logs", 0
 
@@ -35,8 +42,39 @@ class Logger:
         """Do nothing: every logger gets the whole configuration."""
 
     def __getattr__(self, name: str) -> Any:
-        what = "media: log_image, log_table, log_text; experiment.add_image, add_images, add_figure, add_audio, add_text"
-        raise AttributeError(f"self.logger.{name}: is not available (numbers: self.log; {what}; logger=... gets both)")
+        board = "experiment.add_image, add_images, add_figure, add_audio, add_text, add_histogram"
+        what = f"numbers: self.log, log_metrics, experiment.add_scalar; media: log_image, log_table, log_text; {board}"
+        raise NotAvailable(f"self.logger.{name}: is not available ({what}; logger=... gets both)")
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: Any = None) -> None:
+        """Log numbers as `self.log` does: they are columns of the row of this step or evaluation."""
+        for name, value in metrics.items():
+            if self.module is not None:
+                self.module.log(name, value)
+
+    def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
+        self.log_metrics({tag: scalar_value})
+
+    def add_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        self.log_metrics({f"{main_tag}/{tag}": value for tag, value in tag_scalar_dict.items()})
+
+    def add_histogram(
+        self,
+        tag: str,
+        values: Any,
+        global_step: Any = None,
+        bins: Any = "tensorboard",
+        walltime: Any = None,
+        max_bins: Any = None,
+    ) -> None:
+        """Log how many values are in each bin, as a table."""
+        own = torch.as_tensor(values).detach().double().cpu().flatten().numpy()
+        counts, edges = np.histogram(own, bins=64 if bins == "tensorboard" else bins)
+        rows = [*zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist())]
+        self.log_table(tag, columns=["from", "to", "count"], data=rows)
+
+    def flush(self) -> None:
+        """Do nothing: every row is written at once."""
 
     def add_image(
         self, tag: str, img_tensor: Any, global_step: Any = None, walltime: Any = None, dataformats: str = "CHW"

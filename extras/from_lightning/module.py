@@ -1,21 +1,28 @@
 """A LightningModule whose methods this framework calls: what it logs and asks of its trainer goes to a `Driver`."""
 
+import ast
+import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from extras.from_lightning.callbacks import refusal
 from extras.from_lightning.driver import STEPS, Driver, FromTrainer, Scheduler, StepTaken
+from extras.from_lightning.frozen import unfreezing
 from framework.runtime.exits import Unfit
 
 CALLED = {  # the hooks that are called, of all that a LightningModule can have
     "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "setup", "configure_model",
+    "configure_callbacks",
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
     "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_test_start", "on_test_end", "on_test_epoch_start", "on_test_epoch_end", "on_after_backward",
@@ -25,21 +32,29 @@ CALLED = {  # the hooks that are called, of all that a LightningModule can have
 NOT_NEEDED = {"forward", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
               "on_predict_start", "on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown",
               "optimizer_zero_grad"}  # fmt: skip
+SKIPPED = "skipped"  # the name of what `drive` returns for a training_step that returns None
 _OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks")
 
 
-def driven(module: Callable[[], Any]) -> LightningModule:
-    """Return a LightningModule that `drive` can call. ValueError with what of it would not be called."""
+def driven(module: Callable[[], Any], *, early_stopping: Mapping[str, Any] | None = None) -> LightningModule:
+    """Return a LightningModule that `drive` can call. ValueError with what of it would not be called.
+
+    `early_stopping`: the run's keys, which its callbacks must agree with. None: they are not looked at.
+    """
     made = module()
     if not isinstance(made, LightningModule):
         raise ValueError(f"model.module: a {type(made).__name__} (a LightningModule)")
     if odd := _not_called(type(made)):
         what = f"{type(made).__name__} overrides {', '.join(odd)}, which this framework does not call"
         raise ValueError(f"model.module: {what} (trainer.*, part=... or a task of your own: extras/from_lightning/README.md)")
+    if found := unfreezing(made):
+        raise ValueError(f"model.module: {found}")
     made.__class__ = type(type(made).__name__, (_Driven, type(made)), {"__module__": type(made).__module__})
     made.trainer = FromTrainer(model=made)  # type: ignore[assignment]
     made.configure_model()
     made.setup("fit")
+    if early_stopping is not None and (odd_one := refusal(made, early_stopping=early_stopping)):
+        raise ValueError(f"model.module: configure_callbacks returns {odd_one}")
     vars(made)["_in_eval"] = [part for part in made.modules() if not part.training]  # which its author has put there
     return made
 
@@ -47,6 +62,19 @@ def driven(module: Callable[[], Any]) -> LightningModule:
 def has_own(module: Any, method: str) -> bool:
     """Return whether a LightningModule defines a method itself."""
     return getattr(type(module), method) is not getattr(LightningModule, method)
+
+
+@functools.cache
+def may_skip(kind: type) -> bool:
+    """Return whether the source of a training_step shows a `return None`, no `return` at its end, or cannot be read."""
+    try:
+        (step,) = ast.parse(textwrap.dedent(inspect.getsource(kind.training_step))).body  # type: ignore[attr-defined]
+    except (OSError, TypeError, SyntaxError):
+        return True
+    returned = [node.value for node in ast.walk(step) if isinstance(node, ast.Return)]
+    constants = [node for value in returned if value is not None for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    ends = isinstance(step, ast.FunctionDef) and isinstance(step.body[-1], (ast.Return, ast.Raise))
+    return not ends or None in returned or any(node.value is None for node in constants)
 
 
 def metrics_of(module: Any) -> list[Metric]:
@@ -85,6 +113,11 @@ class _Driven:
         yield from filter(torch.is_floating_point, tensors)
         yield torch.empty(0)
 
+    def _nothing(self) -> Tensor:
+        """Return a zero that gives each whole parameter a gradient: a strategy may wait for all of them."""
+        trained = [p for p in nn.Module.parameters(self) if p.requires_grad and not isinstance(p, DTensor)]  # type: ignore[arg-type]
+        return sum((p.sum() * 0.0 for p in trained), torch.zeros((), device=self.device, requires_grad=True))
+
     def train(self, mode: bool = True) -> Any:
         """Keep the modules in eval mode that were made so, as Lightning does."""
         found = super().train(mode)  # type: ignore[misc]
@@ -108,10 +141,13 @@ class _Driven:
             arguments = (moved(arguments[0], number), *arguments[1:], *([number] if "dataloader_idx" in parameters else []))
         self._driver = driver
         self.trainer, driver.trainer.model = driver.trainer, self  # also the trainer of the modules in it
-        driver.module = self
+        driver.module = driver.trainer.logger.module = self
         kept = [(metric, _state_of(metric)) for metric in metrics_of(self)] if driver.is_padding else []
         try:
-            return run(*(arguments if takes_all else arguments[: len(taken)]))
+            found = run(*(arguments if takes_all else arguments[: len(taken)]))
+            is_automatic = method == "training_step" and driver.module.automatic_optimization
+            is_skipped = found is None and is_automatic and not driver.is_measuring
+            return {SKIPPED: self._nothing()} if is_skipped else found
         except StepTaken:
             return None
         finally:

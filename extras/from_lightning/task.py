@@ -11,7 +11,7 @@ from torch import Tensor
 from extras.from_lightning.driver import STEPS, Driver, FromTrainer, Validated
 from extras.from_lightning.hooks import Hooks, hooks_of, numbers_of, prepare
 from extras.from_lightning.kept import unchanged
-from extras.from_lightning.module import has_own, metrics_of
+from extras.from_lightning.module import SKIPPED, has_own, may_skip, metrics_of
 from extras.from_lightning.optimizers import configured_by
 from framework.engine.engine import Engine
 from framework.runtime.exits import Unfit
@@ -20,13 +20,20 @@ from framework.runtime.exits import Unfit
 _ENDS = [hook for split in ("val", "test") for hook in hooks_of(split, "epoch_end", "end")]
 
 
+_IN_PARTS = (
+    "and a loss for the others: what a step leaves out would depend on how it is cut (decide by the batch's number or the "
+    "epoch, or give the samples that do not count a weight of 0 in the loss)"
+)
+
+
 class Task:
     """Its training_step, validation_step and test_step; each returns a mean over the samples of its batch."""
 
     def __init__(self, module: Callable[[], Any]) -> None:
         self.driver, self._make = Driver(FromTrainer()), module
         self.driver.prepare = self._prepare
-        self.parts = {"hooks": Hooks(self.driver, module)}
+        self.hooks = Hooks(self.driver, module)
+        self.parts = {"hooks": self.hooks}
 
     def step(self, call: Any, batch: Any, context: Any) -> dict[str, Any]:
         driver, trainer, is_training = self.driver, self.driver.trainer, context.is_training
@@ -52,7 +59,9 @@ class Task:
         driver.is_measuring = not is_training
         has_step = is_training or any(has_own(driver.module, name) for name in (STEPS[split], "validation_step"))
         with nullcontext() if has_step else unchanged(driver.module):
-            loss = self._loss(self._drive(call, STEPS[split], batch, context), context)
+            found = self._drive(call, STEPS[split], batch, context)
+            is_skipped = is_training and self._is_skipped(found)
+            loss = found[SKIPPED] if is_skipped else self._loss(found, context)
         if loss is None:
             loss = self._training_loss(call, batch, context)
         driver.is_measuring = False
@@ -63,13 +72,32 @@ class Task:
         count = context.size
         new = {name: given for name, given in driver.logged.items() if name not in driver.earlier}
         columns = {name: _weighted(value, size or count) for name, (value, size) in new.items()}
-        columns["loss"] = _weighted(loss, count)
+        columns["loss"] = (loss, 0) if is_skipped else _weighted(loss, count)
         if not is_training and not context.is_padding and any(has_own(driver.module, hook) for hook in _ENDS):
             for name, (total, weight) in columns.items():
                 before, weights = driver.totals.get(name, (0.0, 0))
                 total = total.detach() if total.device.type == "mps" else total.detach().double()  # which MPS does not have
                 driver.totals[name] = before + total, weights + weight
         return columns
+
+    def _is_skipped(self, found: Any) -> bool:
+        """Return whether a training_step has returned None, in place of a loss, on all ranks. Unfit if only on some."""
+        driver = self.driver
+        if not driver.module.automatic_optimization:
+            return False
+        is_skipped = isinstance(found, Mapping) and SKIPPED in found
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            if not may_skip(type(driver.module)):
+                if not is_skipped:
+                    return False
+                what = "training_step returns None, which its source does not show (`return None` in the training_step itself)"
+                raise Unfit(f"task: {what}")
+            if (count := int(self.hooks.sum_over_ranks(is_skipped))) not in (0, dist.get_world_size()):
+                raise Unfit(f"task: training_step returns None on {count} of {dist.get_world_size()} processes, {_IN_PARTS}")
+        driver.num_skipped += is_skipped
+        if driver.num_skipped not in (0, driver.num_calls):
+            raise Unfit(f"task: training_step returns None for some micro-batches of a step, {_IN_PARTS}")
+        return is_skipped
 
     def _drive(self, call: Any, method: str, batch: Any, context: Any) -> Any:
         try:
@@ -96,8 +124,9 @@ class Task:
         driver = self.driver
         if context.is_training and not driver.module.automatic_optimization:
             if driver.losses and not driver.is_done:
-                what = "training_step calls manual_backward, and steps no optimizer with it"
-                raise Unfit(f"task: {what} (global_batch_size and micro_batch_size accumulate gradients)")
+                what = "training_step calls manual_backward, and steps no optimizer with it: is it to accumulate gradients?"
+                cure = "a step() in every call; global_batch_size is N times, and micro_batch_size once, what is now a batch"
+                raise Unfit(f"task: {what} ({cure}, and the loss is not divided by N)")
             if driver.is_done:
                 return sum(driver.losses[1:], driver.losses[0])
             return torch.zeros((), requires_grad=True)  # the optimizer is left out in this step

@@ -1,7 +1,7 @@
 """Map-style data: any torch.utils.data.Dataset, any dataset of Hugging Face, or any sequence of samples, unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -177,6 +177,8 @@ def collated(samples: list[Any], collate: Any, *, inputs: Keys, targets: Keys) -
     With keys of the inputs alone, it has no targets.
     """
     batch = (collate or default_collate)(samples)
+    if is_dataclass(batch) and not isinstance(batch, Mapping):
+        batch = {one.name: getattr(batch, one.name) for one in fields(batch)}
     if inputs is not None:
         return _chosen(batch, inputs), None if targets is None else _chosen(batch, targets)
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):

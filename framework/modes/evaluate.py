@@ -3,7 +3,7 @@
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from framework.engine.sums import means
 from framework.modes.load_run import load_run
 from framework.runs.metrics_file import numbers_of
 from framework.runs.provenance import Provenance
-from framework.runtime.exits import Exit
+from framework.runtime.exits import REMARK, Exit, Unfit, lacks_memory
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import shown
@@ -42,7 +42,13 @@ def evaluate(build: Builder) -> Exit:
         if before and (lines := changes(before, fingerprint(loader.source, seed=config.seed), but_for_rounding=True)):
             LOGGER.warning("the data of %s have changed since the run: %s", config.eval.split, "; ".join(lines))
         world.at("evaluation", step=model.step or 0)
-        sums = measure(engine, until_signal(loader, world))
+        try:
+            sums = measure(engine, until_signal(loader, world))
+        except Exception as error:
+            if is_own or lacks_memory(error) or not hasattr(error, REMARK):  # a remark names the samples of a batch that failed
+                raise
+            before, now = Provenance(directory.path).data(config.eval.split), fingerprint(loader.source, seed=config.seed)
+            raise Unfit(f"dataset: {_misfit(error, changes(before, now, but_for_rounding=True))}") from error
         values = means(totals(sums, world=world), num_samples=len(loader.source))
         columns = build.tracker().columns(config.eval.split, values, step=model.step)
         row = combined(*columns, ("task", measured_by_task(engine)), ("metric", build.metrics.compute(world=world)))
@@ -66,6 +72,13 @@ def evaluate(build: Builder) -> Exit:
     if world.rank == 0:
         LOGGER.info("added to %s", directory.evaluations)
     return Exit.FINISHED
+
+
+def _misfit(error: Exception, differences: Sequence[str]) -> str:
+    """Return why other data than those of a run cannot be measured, from the error of their first batch."""
+    what = f"the run's model or task does not take these samples: {' '.join(str(error).split())[:200]}"
+    kinds = [line for line in differences if not line.startswith("length ")]
+    return f"{what} (samples as those of the run{''.join(f'; {line}' for line in kinds[:3])})"
 
 
 def _other(own: dict[str, Any], given: dict[str, Any]) -> str:

@@ -49,7 +49,8 @@ def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> li
             options = {name: value for group in with_options.param_groups for name, value in group.items() if name != "params"}
             check_groups(groups, names=[item.name for item in trained], options=options)
         if fault := _step_fault(build(_small(trained, optimizer))):
-            expected = "an optimizer that keeps numbers, text and tensors, in lists or dictionaries"
+            keeps = "an optimizer that keeps numbers, text and tensors, in lists or dictionaries"
+            expected = "another optimizer, such as AdamW; for SAM, part=sharpness" if fault == _CLOSURE else keeps
             return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
     except (Exception, SystemExit) as error:  # a user's optimizer may raise anything
         return [Problem.of_error("optimizer", error)]
@@ -72,7 +73,7 @@ def _small(trained: Sequence[Trainable], optimizer: Node) -> list[Trainable]:
     return list(found.values())
 
 
-_CLOSURE = "needs a closure, but a step has only one backward pass (part=sharpness is SAM; the others need another optimizer)"
+_CLOSURE = "needs a closure, which computes the loss several times, but a step has only one backward pass"
 
 
 def _step_fault(optimizer: torch.optim.Optimizer) -> str:

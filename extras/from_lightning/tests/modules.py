@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import callbacks
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler, get_worker_info
@@ -302,6 +303,80 @@ class Teacher(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
 
 
+class Skips(Teacher):
+    """It skips every third batch after the model has run, and the last batch of an epoch before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        if batch_idx == 4:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 3 else None
+
+
+class SkipsByContent(Teacher):
+    """It skips a batch by what is in it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        if batch[0].sum() > 0:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class SkipsUnseen(SkipsByContent):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return super().training_step(batch, batch_idx)
+
+
+class Stops(Teacher):
+    """It has callbacks: its own, or those that keys replace."""
+
+    def __init__(self, callback: str = "") -> None:
+        super().__init__()
+        self.callback = callback
+
+    def configure_callbacks(self) -> Any:
+        if self.callback:
+            own: L.Callback = getattr(callbacks, self.callback, L.Callback)()
+            return own
+        return [callbacks.EarlyStopping("val_loss", patience=2, min_delta=0.2), callbacks.LearningRateMonitor(),
+                callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=3)]  # fmt: skip
+
+
+class ByClosure(Teacher):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.student.parameters())
+
+
+class AllTrained(Classifier):
+    """Its first layer is trained as the others."""
+
+    def __init__(self) -> None:
+        super().__init__(net(), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1))
+
+
+class Unfreezes(AllTrained):
+    """Its first layer is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)  # type: ignore[index]
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for parameter in self.net[0].parameters():  # type: ignore[index]
+                parameter.requires_grad = True
+
+
+class UnfreezesElsewhere(Unfreezes):
+    """It does so in a method that its hook calls."""
+
+    def on_train_epoch_start(self) -> None:
+        self.move()
+
+    def move(self) -> None:
+        Unfreezes.on_train_epoch_start(self)
+
+
 class EveryOther(Teacher):
     """A scheduler that steps after every second batch of an epoch."""
 
@@ -555,6 +630,22 @@ class Alone(VAE):
         optimizer.step()
 
 
+class Accumulates(Alone):
+    """It steps its optimizer after every second batch, or after the others."""
+
+    def __init__(self, after: int = 1, steps_always: bool = False) -> None:
+        super().__init__()
+        self.after, self.steps_always = after, steps_always
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.elbo(batch)["loss"]
+        self.manual_backward(loss if self.steps_always else loss / 2)
+        if batch_idx % 2 == self.after or self.steps_always:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class PlateauByHand(Alone):
     """A scheduler that its hook steps with what the validation has logged."""
 
@@ -647,8 +738,15 @@ class Pictures(VAE):
             board.add_text("val/story", f"{len(y)} points", global_step=self.current_epoch)
             for logger in self.loggers:
                 logger.log_image("val/pairs", [x.sigmoid(), Image.new("RGB", (4, 4))], caption=["points", "black"])  # type: ignore[attr-defined]
+        board.add_scalar("val/points", len(y), self.global_step)
+        board.add_scalars("mean", {"x": x.mean(), "y": y.double().mean()}, self.global_step)
+        self.logger.log_metrics({"val/spread": float(x.std())}, step=self.global_step)  # type: ignore[union-attr]
         if self.odd:
             board.log({"val/loss": 1.0})
+        return super().validation_step(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logger.experiment.add_scalar("test/tested", 1)  # type: ignore[union-attr]
         return super().validation_step(batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -657,6 +755,9 @@ class Pictures(VAE):
         figure = Figure()
         figure.subplots().plot([1, 2])
         self.logger.experiment.add_figure("val/curve", figure, self.global_step)  # type: ignore[union-attr]
+        self.logger.experiment.add_scalar("epochs", 1 + self.current_epoch)  # type: ignore[union-attr]
+        self.logger.experiment.add_histogram("val/weights", self.encoder[0].weight, bins=4)  # type: ignore[union-attr]
+        self.logger.experiment.flush()  # type: ignore[union-attr]
         self.logger.log_table(key="val/table", columns=["a", "b"], data=[[1, "x"]])  # type: ignore[union-attr]
         points = self.trainer.datamodule.val_dataloader().dataset  # type: ignore[attr-defined]
         Path(self.logger.log_dir, "num_points").write_text(str(len(points)))  # type: ignore[union-attr, arg-type]

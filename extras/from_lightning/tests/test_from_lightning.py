@@ -41,6 +41,8 @@ CASES: dict[str, list[str]] = {
     "Habits": [],
     "Schedules": [],
     "EveryOther": [],
+    "Skips": [],
+    "SkipsByContent": [],
     "Queue": [],
     "CountsItself": [],
     "PlateauByHand": ["checkpoint.monitor=val/val_elbo", "checkpoint.mode=min"],
@@ -64,7 +66,7 @@ class InOurOrder(L.LightningDataModule):
         order = Order(num_samples=len(self.data.fit), global_batch_size=SIZE, seed=SEED, drop_last=False)
         seen = 0
         batches = []
-        for _ in range(2 * STEPS):
+        for _ in range(8 * 5):
             batches.append(order.batch(seen)[1].tolist())
             seen += len(batches[-1])
 
@@ -130,6 +132,8 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "Habits": modules.Habits,
     "Schedules": modules.Schedules,
     "EveryOther": modules.EveryOther,
+    "Skips": modules.Skips,
+    "SkipsByContent": modules.SkipsByContent,
     "Queue": modules.Queue,
     "CountsItself": modules.CountsItself,
     "PlateauByHand": modules.PlateauByHand,
@@ -150,7 +154,9 @@ def test_it_computes_what_lightning_does(name: str, monkeypatch: pytest.MonkeyPa
     assert len(rows) == len(losses) == STEPS
     for row, logged in zip(rows, losses):
         for column in ("loss", "train_loss", "agreement", "train_kl", "g_loss", "d_loss", "slope"):
-            if column in logged:
+            is_skipped = "loss" not in logged and name.startswith("Skips")
+            assert not is_skipped or row["loss"] is None
+            if column in logged and not is_skipped:  # Lightning keeps what an earlier step has logged
                 assert row[column] == pytest.approx(logged[column], rel=1e-6), (row, logged)  # Lightning logs in float32
     if name == "Habits":  # Lightning tells at the next batch what the hook at the end of an epoch has logged
         assert rows[4]["seen"] == pytest.approx(losses[5]["seen"], rel=1e-6)
@@ -178,7 +184,7 @@ def test_a_scheduler_that_follows_a_metric_does_what_it_does_under_lightning(tmp
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "strategy"), [
     ("Wasserstein", "fsdp"), ("Schedules", "ddp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
-    ("Classifier", "ddp"), ("PlateauByHand", "ddp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
+    ("Skips", "ddp"), ("Classifier", "ddp"), ("PlateauByHand", "ddp"), ("Skips", "fsdp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
 ])  # fmt: skip
 def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_path: Path) -> None:
     two = [*line(name, "micro_batch_size=3", "checkpoint.every=3"), f"parallel={strategy}", "launch.nproc_per_node=2"]
@@ -212,6 +218,21 @@ def test_the_losses_of_an_epoch_in_a_list_outlive_a_kill_and_are_refused_on_seve
     assert_same_bits(finished(*own, root=tmp_path), once(*own))
     two = refused(*own, "parallel=ddp", "launch.nproc_per_node=2", "micro_batch_size=4", "rehearse=true")
     assert "the module's list losses changes, and each process has its own" in two, two
+
+
+@pytest.mark.slow
+def test_a_batch_that_only_some_processes_or_micro_batches_would_skip_is_refused(tmp_path: Path) -> None:
+    whole = line("SkipsByContent")
+    two = [*whole, "parallel=ddp", "launch.nproc_per_node=2"]
+    unseen = [*two, f"task.module._target_={HERE}.SkipsUnseen"]
+    for own, code, says in (
+        ([*whole, "micro_batch_size=2"], 78, "returns None for some micro-batches of a step, and a loss for the others"),
+        (two, 78, "returns None on 1 of 2 processes, and a loss for the others"),
+        ([*unseen, "launch.max_restarts=0"], 1, "returns None, which its source does not show"),
+    ):
+        ended = command(*own, "rehearse=false", root=tmp_path)
+        assert ended.code == code and says in ended.output, ended.output
+    assert "returns None for some micro-batches" in refused(*whole, "rehearse=true")
 
 
 def test_a_part_that_lowers_the_rate_is_heard_or_refused_where_the_module_sets_its_rates(tmp_path: Path) -> None:
@@ -248,12 +269,84 @@ def test_optimizers_that_are_not_seen_or_in_no_clear_order_are_refused(name: str
     assert says in refused(*RUN, f"task.module._target_={HERE}.{name}", "rehearse=true")
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_gradients_that_a_module_accumulates_itself_are_refused_with_keys_that_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [*RUN, f"task.module._target_={HERE}.Accumulates", "rehearse=true"]
+    for after in (0, 1):
+        said = refused(*own, f"+task.module.after={after}")
+        assert "steps no optimizer with it" in said and "global_batch_size is N times, and micro_batch_size once" in said
+    keys = ["+task.module.steps_always=true", "global_batch_size=32", "dataset.module.batch_size=32", "micro_batch_size=16"]
+    ended = finished(*own, *keys, "rehearse=false", "trainer.max_steps=2", root=tmp_path, before=draw_alike)
+    for function in ("randn", "randn_like"):
+        monkeypatch.setattr(torch, function, getattr(torch, function))
+    draw_alike()
+    data = modules.Data("points", SIZE)
+    data.setup("fit")
+    order, made = Order(num_samples=72, global_batch_size=32, seed=SEED, drop_last=False), modules.Accumulates().double()
+    seen = [number for place in (0, 32) for number in order.batch(place)[1].tolist()]
+    trainer = L.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                        enable_model_summary=False, limit_val_batches=0, precision="64-true")  # fmt: skip
+    torch.manual_seed(SEED)
+    made = modules.Accumulates().double()
+    trainer.fit(made, DataLoader(data.fit, batch_sampler=[seen[start : start + SIZE] for start in range(0, 64, SIZE)]))
+    for parameter, value in made.state_dict().items():
+        assert torch.allclose(ended.weights[parameter], value, rtol=1e-10, atol=1e-10), parameter
+
+
 @pytest.mark.slow
 def test_a_mean_that_is_not_one_over_the_samples_is_named_with_its_line(tmp_path: Path) -> None:
     own = ["dataset.module.kind=tokens", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true", "trainer.max_steps=1"]
     ended = command(*RUN, f"task.module._target_={HERE}.MeanOverTokens", *own, root=tmp_path / "runs")
     line = inspect.getsourcelines(modules.LanguageModel.training_step)[1]
     assert f"its loss of a batch (at {modules.__file__}:{line}) is neither the sum nor the mean" in ended.output, ended.output
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_callbacks_of_a_module_are_keys_and_others_are_refused_by_name(tmp_path: Path) -> None:
+    own = [*RUN, f"task.module._target_={HERE}.Stops", "trainer.max_epochs=8"]
+    keys = ["trainer.early_stopping.monitor=val/val_loss", "trainer.early_stopping.mode=min", "trainer.early_stopping.patience=2",
+            "trainer.early_stopping.min_delta=0.2"]  # fmt: skip
+    said = refused(*own)
+    assert all(key in said for key in keys), said
+    ended = finished(*own, *keys, root=tmp_path)
+    assert "checkpoint.monitor=val/val_loss checkpoint.mode=min checkpoint.keep_best=3" in ended.output, ended.output
+
+    class Stopping(modules.Stops):
+        def configure_callbacks(self) -> Any:
+            return super().configure_callbacks()[0]
+
+    made, losses, _ = under_lightning(Stopping, modules.Data("points", SIZE), max_epochs=8)
+    assert ended.summary["step"] == len(losses) < 8 * 5
+    for callback, says in (("Callback", "its methods as hooks of the module"), ("BackboneFinetuning", "part=unfreeze")):
+        said = refused(*own, f"+task.module.callback={callback}")
+        assert f"configure_callbacks returns {callback}, which this framework does not call" in said and says in said
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused_with_the_reason() -> None:
+    said = refused(*RUN, f"task.module._target_={HERE}.ByClosure")
+    why = "LBFGS needs a closure, which computes the loss several times, but a step has only one backward pass"
+    assert f"optimizer: {why} (another optimizer" in said and said.count("(") == 1, said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_hook_that_unfreezes_is_refused_and_the_part_it_names_computes_what_lightning_does(tmp_path: Path) -> None:
+    said = refused(*RUN, f"task.module._target_={HERE}.Unfreezes")
+    assert "on_train_epoch_start changes later which parameters are trained" in said and "part=unfreeze" in said, said
+    late = command(*RUN, f"task.module._target_={HERE}.UnfreezesElsewhere", "rehearse=true", root=tmp_path)
+    assert late.code == 78 and "step 10/10" not in late.output, late.output
+    assert "on_train_epoch_start changes whether net.0.weight is trained" in late.output, late.output
+    part = ["part=unfreeze", "part.unfreeze.groups=[[net.0.*]]", "part.unfreeze.every=5"]
+    own = [*RUN, f"task.module._target_={HERE}.AllTrained", *part]
+    ended = finished(*own, root=tmp_path / "one")
+    made, _, _ = under_lightning(modules.Unfreezes, modules.Data("points", SIZE))
+    for parameter, value in made.state_dict().items():
+        assert torch.allclose(ended.weights[parameter], value, rtol=1e-10, atol=1e-10), parameter
+    two = [*own, "parallel=ddp", "launch.nproc_per_node=2", "micro_batch_size=4", "checkpoint.every=3", "launch.max_restarts=0"]
+    assert command(*two, root=tmp_path / "two", before=after_step(4, crash)).code != 0
+    assert_close(finished(*two, root=tmp_path / "two"), ended)
 
 
 def test_a_hook_that_is_not_called_is_refused() -> None:
@@ -391,15 +484,23 @@ def test_what_a_module_gives_its_logger_is_media_of_the_run_or_refused_with_the_
     pictures = finished(*RUN, f"task.module._target_={HERE}.Pictures", *two, root=tmp_path)
     found = {str(path.relative_to(pictures.directory / "media")) for path in pictures.directory.glob("media/**/*.*")}
     ends = {"input": "png", "red": "png", "sound": "wav", "story": "txt", "pairs/0": "png", "pairs/1": "png", "pairs/caption": "txt",
-            "curve": "png", "table": "csv"}  # fmt: skip
+            "curve": "png", "table": "csv", "weights": "csv"}  # fmt: skip
     assert found == {f"val/{name}/step_{step:08}.{end}" for name, end in ends.items() for step in (5, 10)}
     assert (pictures.directory / "media/val/story/step_00000010.txt").read_text() == "8 points"
     assert (pictures.directory / "media/val/table/step_00000010.csv").read_text() == "a,b\n1,x\n"
     assert (pictures.directory / "lightning_logs/num_points").read_text() == "24"
+    lines = (pictures.directory / "media/val/weights/step_00000010.csv").read_text().splitlines()
+    assert lines[0] == "from,to,count" and sum(int(one.split(",")[2]) for one in lines[1:]) == 16 * 6
+    first, last = (row for row in exact_rows(pictures) if row["split"] == "val")
+    points = modules.Data("points", SIZE)
+    points.setup("fit")
+    x, y = points.held_out[:]
+    assert (first["points"], first["epochs"], last["epochs"]) == (8, 1, 2)
+    assert last["mean/y"] == pytest.approx(float(y.double().mean())) and last["mean/x"] == pytest.approx(float(x.mean()))
     red = Image.open(pictures.directory / "media/val/red/step_00000010.png")
     assert red.size == (6, 4) and red.getcolors() == [(24, (255, 0, 0))]
     again = command("mode=eval", f"run.dir={pictures.directory}", root=tmp_path)
-    assert again.code == 0, again.output
+    assert again.code == 0 and "tested" in again.output, again.output
     assert "self.logger.log: is not available (numbers: self.log" in refused(
         *RUN, f"task.module._target_={HERE}.Pictures", "+task.module.odd=true", "rehearse=true"
     )
