@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
@@ -147,23 +146,6 @@ def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> 
         elif differing := sorted(part for part in old.keys() | new.keys() if old.get(part) != new.get(part)):
             lines.append(f"{name.replace('.', '/')}.py: {', '.join(differing)}")
     return lines
-
-
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of installed packages, by their import names."""
-    found = {}
-    for package in sorted(packages):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            if names := _distributions().get(package):
-                found[package] = version(names[0])
-    return found
-
-
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
 
 
 # --- modules

@@ -1,5 +1,6 @@
 """provenance.json: for each start of a run, its command, its code, and its hosts and devices."""
 
+import functools
 import json
 import os
 import platform
@@ -9,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from framework.config.arguments import split_flags
-from framework.config.code import Code, Functions, changed, code_of, versions
+from framework.config.code import Code, Functions, changed, code_of
 from framework.config.folders import ROOT
 from framework.runtime.environment import variables
 from framework.runtime.files import write_atomically
@@ -163,7 +165,7 @@ class Provenance:
             host=socket.gethostname(),
             framework=__version__,
             python=platform.python_version(),
-            packages=versions(code.packages | {"torch"}),
+            packages=_versions(code.packages | {"torch"}),
             git=git_state(Path.cwd()),
             code=code.digest,
             targets=[*targets],
@@ -264,3 +266,20 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="surrogateescape")  # a source in another encoding keeps its bytes
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of installed packages, by their import names."""
+    found = {}
+    for package in sorted(packages):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            if names := _distributions().get(package):
+                found[package] = version(names[0])
+    return found
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return packages_distributions()
