@@ -66,7 +66,7 @@ def has_own(module: Any, method: str) -> bool:
 
 @functools.cache
 def may_skip(kind: type) -> bool:
-    """Return whether the source of a training_step shows a `return None`, no `return` at its end, or cannot be read."""
+    """Return whether the training_step of a class shows a `return None`, no `return` at its end, or cannot be read."""
     try:
         (step,) = ast.parse(textwrap.dedent(inspect.getsource(kind.training_step))).body  # type: ignore[attr-defined]
     except (OSError, TypeError, SyntaxError):
