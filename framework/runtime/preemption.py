@@ -53,9 +53,10 @@ class Preemption:
         self.watch()
 
     def leave_in_child(self) -> None:
-        """In any forked process, leave SIGTERM to the process that has forked it, and its pipe of signals to this one."""
+        """In any process that this one forks: let SIGTERM end it, print nothing, and write nothing into this one's pipe."""
         if (handler := signal.getsignal(signal.SIGTERM)) in (self._note, self._wake):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self.speaks = False
         if handler == self._wake:
             signal.set_wakeup_fd(-1)
 
