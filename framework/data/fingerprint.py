@@ -3,7 +3,8 @@
 - Arrays and tensors in memory, also those that are attributes of the user's dataset: all their bytes. Of numbers with a
   fraction, also a weighted sum and the norm of 16 parts, once as they are and once, of up to a million of them, on a scale
   where small numbers count as large ones do: what a dataset has computed may be rounded differently on another machine.
-- Tables of Arrow (also those of `datasets`) and pandas in the user's dataset: their columns of numbers, as arrays in memory.
+- Tables of Arrow (also those of `datasets`) and pandas in the user's dataset: their columns of numbers, as arrays in memory,
+  unless a table has more than 134 million values.
 - Arrays that are mapped from a file: 64 blocks of 64 KiB, evenly spaced from the first to the last.
 - Files that are decoded at each use: their names, the sizes of up to 2,000 of them, and the first 64 KiB of 64 of them.
 - Samples that are fetched one by one: up to 8 of them, evenly spaced, as many as are fetched in a second;
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64, 16, 2_000, 8, 1.0
-_DEPTH, _MOST_ARRAYS, _MOST_ROWS = 3, 64, 1 << 27  # of the objects inside a source whose arrays count; arrays; of a table
+_DEPTH, _MOST_ARRAYS = 3, 64  # of the objects inside a source whose arrays count, and of their arrays
+_MOST_IN_TABLE = 1 << 27  # values
 _HASH = re.compile(r" ?\[?[0-9a-f]{32}.*")  # and the numbers after it
 _TOLERANCE = 1e-5  # of a part's norm
 _MOST_SCALED, _SMALLEST = 1 << 20, 1e-6  # numbers; a smaller one counts as zero
@@ -73,17 +75,27 @@ def _arrays(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the arrays and tensors in an object, and in the objects in it, by their attributes' names."""
     if isinstance(owner, np.ndarray) or _is_tensor(owner):
         yield path, owner
-    elif type(owner).__module__.split(".")[0] in ("pyarrow", "pandas") and hasattr(owner, "columns"):
-        for name in getattr(owner, "column_names", owner.columns):
-            kind = str(getattr(owner[name], "type", None) or owner[name].dtype)
-            if kind.startswith(("int", "uint", "float", "double", "bool")) and len(owner) <= _MOST_ROWS:
-                yield f"{path}.{name}", owner[name].to_numpy()
+    elif (columns := _columns(owner)) is not None:
+        for name, column in columns:  # two may have one name
+            kind = str(getattr(column, "type", None) or column.dtype)
+            if kind.startswith(("int", "uint", "float", "double", "bool")):
+                yield f"{path}.{name}", column.to_numpy()
     elif depth < _DEPTH and not isinstance(owner, type):
         inner: Mapping[Any, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
         if isinstance(owner, (list, tuple)) and len(owner) <= 16:
             inner = dict(enumerate(owner))
         for name, value in inner.items():
             yield from _arrays(value, f"{path}.{name}".strip("."), depth + 1)
+
+
+def _columns(owner: Any) -> list[tuple[Any, Any]] | None:
+    """Return the columns of a table by their names: none, if it is too large to be read. Return None for another object."""
+    kind = type(owner)
+    if kind.__name__ not in ("Table", "DataFrame") or kind.__module__.split(".")[0] not in ("pyarrow", "pandas"):
+        return None
+    if owner.shape[0] * owner.shape[1] > _MOST_IN_TABLE:
+        return []
+    return [*owner.items()] if kind.__name__ == "DataFrame" else [*zip(owner.column_names, owner.columns)]
 
 
 def _of_array(array: Any, *, num_parts: int = _NUM_PARTS) -> str:

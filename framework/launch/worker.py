@@ -50,7 +50,7 @@ def work(frozen: FrozenConfig, scratch: Path | None) -> int:
     """
     environment = Environment.read()
     log.start_console(rank=environment.rank)
-    with log.log_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}"), PREEMPTION.kept():
+    with log.log_file(RunDirectory(frozen.path.parent).log, who=f"rank {environment.rank}"), PREEMPTION.not_passed_on():
         try:
             return _work(frozen, environment=environment, scratch=scratch)
         except Exception as error:

@@ -66,8 +66,11 @@ def _in_child(work: Callable[[], _Found], stacks: IO[str], *, limit_s: float | N
             elif idle_s > _HANGS_S:
                 why = ChildFailure(f"it waits forever at {place}", hangs=True)
             if why or PREEMPTION.requested:
-                for pid in (*descendants(child.pid or 0), child.pid or 0):
-                    os.kill(pid, signal.SIGKILL)
+                left = descendants(child.pid or 0)  # the user's, for example of a pool
+                child.kill()
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 break
         if ours.poll():
             answer: _Found | ChildFailure = ours.recv()

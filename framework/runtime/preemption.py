@@ -53,7 +53,7 @@ class Preemption:
         self.watch()
 
     def leave_in_child(self) -> None:
-        """In any process that this one forks: let SIGTERM end it, print nothing, and write nothing into this one's pipe."""
+        """In a forked process: let SIGTERM end it. It prints nothing, and writes nothing into the pipe of its parent."""
         if (handler := signal.getsignal(signal.SIGTERM)) in (self._note, self._wake):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self.speaks = False
@@ -91,13 +91,13 @@ class Preemption:
         """Do nothing: without a handler in Python, nothing is written to the pipe."""
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def not_passed_on(self) -> Iterator[None]:
         """Send no signal on within the context, in which the children are the user's: a pool would lose what it computes."""
-        self.passes_on = False
+        before, self.passes_on = self.passes_on, False
         try:
             yield
         finally:
-            self.passes_on = True
+            self.passes_on = before
 
     def ignore(self) -> None:
         """Ignore the signals from now on."""

@@ -94,6 +94,11 @@ def test_a_label_in_a_table_is_found(kind: str) -> None:
     assert not changes(before, fingerprint(of(table(0)), seed=0), but_for_rounding=False)
 
 
+def test_a_table_may_have_two_columns_of_one_name() -> None:
+    frame = pandas.DataFrame([[1, 2.0], [3, 4.0]], columns=["a", "a"])
+    assert "samples.frame.a" in fingerprint(of(Rows(frame)), seed=0)
+
+
 def test_large_numbers_do_not_hide_others() -> None:
     """A time in seconds beside features."""
     one, other = (np.random.RandomState(seed).randn(2000, 5).astype(np.float32) for seed in (1, 2))
