@@ -99,6 +99,11 @@ def test_a_child_moves_no_place_in_its_parent_s_files(tmp_path: Path) -> None:
 def use_a_pool(is_heard_at_once: bool) -> tuple[list[int], bool]:
     PREEMPTION.watch()
     with PREEMPTION.heard_at_once() if is_heard_at_once else nullcontext():
+        for _ in range(20):  # a signal at any moment after the fork
+            process = _FORK.Process(target=time.sleep, args=(600,))
+            process.start()
+            process.terminate()
+            process.join()
         with multiprocessing.Pool(2) as pool:
             found = pool.map(abs, [-1, -2])
         time.sleep(0.1)  # a thread would note it

@@ -32,6 +32,7 @@ class Preemption:
         self.passes_on = True  # whether this process sends a signal on to its children
         self._times = 0
         self._since = 0.0  # in time.monotonic's seconds
+        self._at_fork = threading.local()
 
     @property
     def requested(self) -> bool:
@@ -59,6 +60,15 @@ class Preemption:
             self.speaks = False
         if handler == self._wake:
             signal.set_wakeup_fd(-1)
+        self.go_on()
+
+    def pause(self) -> None:
+        """Let signals wait while a process is forked: a signal that it gets before it has its handlers would be lost."""
+        self._at_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def go_on(self) -> None:
+        """Hear signals again, after a fork, as before it."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._at_fork.mask)
 
     def _heard(self) -> list[signal.Signals]:
         """Return the signals that stop a run. SIGHUP, from a closed terminal, does not stop a run that nohup started."""
@@ -131,7 +141,7 @@ class Preemption:
 
 
 PREEMPTION = Preemption()
-os.register_at_fork(after_in_child=PREEMPTION.leave_in_child)
+os.register_at_fork(before=PREEMPTION.pause, after_in_parent=PREEMPTION.go_on, after_in_child=PREEMPTION.leave_in_child)
 
 
 @contextmanager
