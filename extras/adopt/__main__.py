@@ -1,4 +1,7 @@
-"""`steadfast adopt MODULE:MODEL`: write the option of a model, and let `mode=check` try each strategy with it."""
+"""`steadfast adopt MODULE:MODEL`: write the option of a model, and let `mode=check` try each strategy with it.
+
+`steadfast adopt configs/train.yaml` writes an experiment instead, from a program like lightning-hydra-template.
+"""
 
 import importlib
 import inspect
@@ -22,16 +25,19 @@ OF_DATA = {"num_classes", "in_channels", "image_size", "vocab_size", "seq_len", 
 def main(arguments: list[str]) -> int:
     """Write an option for each class, unless its file exists, and print what each strategy says. Return the exit code.
 
-    The other arguments are those of the checked runs: `dataset=... parallel=ddp,fsdp`.
+    The other arguments are those of the checked runs, or those of the adopted program: `dataset=... parallel=ddp,fsdp`.
     """
-    classes = list(itertools.takewhile(lambda word: word[0] != "-" and "=" not in word, arguments))
+    classes = list(itertools.takewhile(lambda word: word[0] not in "-~+" and "=" not in word, arguments))
     if not classes:
         sys.exit("adopt: needs a model (steadfast adopt MODULE:MODEL [group=option ...] [key=value ...])")
-    options = [_adopt(one) for one in classes]
     words = arguments[len(classes) :]
     chosen = [word.removeprefix("parallel=").split(",") for word in words if word.startswith("parallel=")]
-    line = [*options, *(word for word in words if not word.startswith("parallel="))]
-    if problems := _check([*line, "parallel=single"]):
+    words = [word for word in words if not word.startswith("parallel=")]
+    if classes[0].endswith((".yaml", ".yml")):
+        line = [_adopt_program(Path(classes[0]), words)]
+    else:
+        line = [*map(_adopt, classes), *words]
+    if problems := _check([*line, "parallel=single", "launch.nproc_per_node=1", "launch.nnodes=1"]):
         sys.exit(f"before any strategy:\n{problems}")
     print(f"`steadfast {shlex.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
     for strategy in chosen[-1] if chosen else STRATEGIES:
@@ -52,7 +58,26 @@ def _adopt(word: str) -> str:
     if not group:
         sys.exit(f"adopt: {module}.{name} is not a class of torch.nn.Module, LightningModule or LightningDataModule")
     option = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", name).lower()
-    file, text = Path(os.environ.get("STEADFAST_CONF", "conf"), group, f"{option}.yaml"), _option(found, group)
+    return _written(group, option, _option(found, group))
+
+
+def _adopt_program(file: Path, overrides: list[str]) -> str:
+    """Write the experiment of a Hydra program for Lightning. Return the choice of this experiment."""
+    from extras.adopt.program import experiment_of
+
+    try:
+        name, text, search = experiment_of(file, overrides)
+    except Exception as error:  # Hydra's, or of a resolver of the program
+        sys.exit(f"adopt: {file}: {' '.join(str(error).split())}")
+    choice = _written("experiment", name, text)
+    if search:
+        print(f"its search is: steadfast {choice} {shlex.join(search)}\n")
+    return choice
+
+
+def _written(group: str, option: str, text: str) -> str:
+    """Write the file of an option, unless it exists. Return the choice of this option."""
+    file = Path(os.environ.get("STEADFAST_CONF", "conf"), group, f"{option}.yaml")
     if file.exists():
         print(f"{file} exists already, and is not changed")
     else:

@@ -13,7 +13,7 @@ from framework.data.stream import Stream
 from framework.randomness import key, seeded
 from framework.runtime.exits import Unfit
 
-_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch_to_device", "state_dict", "load_state_dict")
+_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch_to_device")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,6 +43,8 @@ class DataModule:
             raise ValueError(f"dataset.module: overrides {', '.join(odd)}, which is not called (the module can override it)")
         made.prepare_data()
         made.setup("fit")
+        if state := made.state_dict():
+            raise ValueError(f"dataset.module: its state_dict has {', '.join(map(str, state))}, but the run orders the samples")
         return made
 
     @property

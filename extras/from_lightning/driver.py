@@ -63,6 +63,10 @@ class FromTrainer:
     datamodule: Any = field(init=False)  # the LightningDataModule, in training
 
     @property
+    def evaluating(self) -> bool:
+        return self.validating or self.testing
+
+    @property
     def loggers(self) -> list[Logger]:
         return [self.logger]
 

@@ -1,6 +1,8 @@
 """`python -m extras.adopt MODULE:MODEL`: the file it writes, and its word on each strategy, which a run then keeps."""
 
+import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,3 +120,166 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     code, output = adopted(*words)
     assert code == 1 and answer in output and len(output.splitlines()) == 1, output
     assert not (tmp_path / "conf").exists()
+
+
+PROGRAM = {
+    "src/lit.py": """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Lit(LightningModule):
+    def __init__(self, net, optimizer, folder):
+        super().__init__()
+        self.net, self.make = net, optimizer
+        assert folder == "data"
+
+    def training_step(self, batch, index):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss" if self.trainer.evaluating else "train_loss", loss)
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size, held=0):
+        super().__init__()
+        self.batch_size, self.held = batch_size, held
+
+    def _loader(self, is_shuffled):
+        draws = torch.Generator().manual_seed(0)
+        samples = TensorDataset(torch.randn(24, 4, generator=draws), torch.randint(0, 3, (24,), generator=draws))
+        return DataLoader(samples, self.batch_size, shuffle=is_shuffled)
+
+    def train_dataloader(self):
+        return self._loader(True)
+
+    def val_dataloader(self):
+        return self._loader(False)
+
+    def state_dict(self):
+        return {"place": 1} if self.held else {}
+
+    def load_state_dict(self, state):
+        pass
+""",
+    "configs/train.yaml": """
+# @package _global_
+defaults: [_self_, {data: own}, {model: own}, {callbacks: own}, {logger: null}, {trainer: cpu}, {paths: own}, {hydra: own},
+           {experiment: null}, {hparams_search: null}, optional local: own]
+task_name: train
+seed: null
+""",
+    "configs/data/own.yaml": "{_target_: src.lit.Data, batch_size: 8}",
+    "configs/model/own.yaml": """
+_target_: src.lit.Lit
+net: {_target_: torch.nn.Linear, in_features: 4, out_features: 3}
+optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.1}
+folder: ${paths.data_dir}
+""",
+    "configs/callbacks/own.yaml": """
+early: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss}
+best: {_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val_loss, dirpath: "${paths.output_dir}/checkpoints"}
+bar: {_target_: lightning.pytorch.callbacks.RichProgressBar}
+other: {_target_: lightning.pytorch.callbacks.Timer}
+""",
+    "configs/trainer/cpu.yaml": "{_target_: lightning.pytorch.Trainer, max_epochs: 2, accelerator: cpu, devices: 1, gradient_clip_val: 0.5}",
+    "configs/trainer/ddp.yaml": "{defaults: [cpu], devices: 2, strategy: ddp_spawn, max_time: 1h}",
+    "configs/paths/own.yaml": """
+root_dir: ${oc.env:PROJECT_ROOT}
+data_dir: ${paths.root_dir}/data
+output_dir: ${hydra:runtime.output_dir}
+""",
+    "configs/hydra/own.yaml": """
+defaults: [override hydra_logging: colorlog, override job_logging: colorlog]
+run: {dir: logs}
+""",
+    "configs/logger/many.yaml": """
+csv: {_target_: lightning.pytorch.loggers.csv_logs.CSVLogger}
+board: {_target_: lightning.pytorch.loggers.TensorBoardLogger, save_dir: "${oc.env:NOWHERE}"}
+""",
+    "configs/experiment/fast.yaml": """
+# @package _global_
+defaults: [override /trainer: ddp, override /logger: many]
+seed: 5
+model: {optimizer: {lr: 0.2}}
+""",
+    "configs/hparams_search/tpe.yaml": """
+# @package _global_
+defaults: [override /hydra/sweeper: optuna]
+optimized_metric: val_loss
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    _target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper
+    direction: minimize
+    storage: null
+    n_trials: 3
+    params: {model.optimizer.lr: "interval(0.1, 0.2)", data.batch_size: "choice(4, 8)"}
+""",
+}
+
+
+@pytest.fixture
+def template(adopted: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Write a program in the shape of lightning-hydra-template; return what adopts it."""
+    monkeypatch.setenv("PROJECT_ROOT", str(tmp_path))
+    for name, text in PROGRAM.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text.lstrip())
+    yield lambda *words: adopted("configs/train.yaml", *words)
+
+
+def test_a_program_like_lightning_hydra_template_is_an_experiment(template: Callable[..., Any], tmp_path: Path) -> None:
+    code, output = template("experiment=fast", "hparams_search=tpe", "parallel=fsdp")
+    assert code == 0 and re.search(r"fsdp +yes\n", output), output
+    text = (tmp_path / "conf" / "experiment" / "fast.yaml").read_text()
+    found = yaml.safe_load(text)
+    assert found.pop("task")["module"] == {
+        "_target_": "src.lit.Lit", "net": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 3},
+        "optimizer": {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.2}, "folder": "data",
+    }  # fmt: skip
+    assert found == {
+        "defaults": [{"override /task": "lightning"}, {"override /dataset": "lightning"}, {"override /parallel": "ddp"},
+                     {"override /logger": ["tensorboard"]}],
+        "dataset": {"module": {"_target_": "src.lit.Data", "batch_size": "${global_batch_size}"}},
+        "global_batch_size": 8, "name": "train", "seed": 5, "device": "cpu",
+        "trainer": {"max_epochs": 2, "eval_every": "1ep", "clip_grad_norm": 0.5,
+                    "early_stopping": {"monitor": "val/val_loss", "mode": "min", "patience": 3}},
+        "checkpoint": {"monitor": "val/val_loss", "mode": "min", "keep_best": 1}, "launch": {"nproc_per_node": 2},
+    }  # fmt: skip
+    assert [line for line in text.splitlines() if line.startswith("# ")] == [
+        "# @package _global_", "# global_batch_size: of all 2 processes; Lightning's batch_size is that of one",
+        "# trainer.max_time=1h is not taken (docs/migration.md)",
+        "# callbacks.other, a Timer, is not taken: its methods can be hooks of the module, or a part (docs/training.md)",
+    ]  # fmt: skip
+    search = re.search(r"its search is: steadfast (.+)", output)
+    assert search is not None and shlex.split(search[1]) == [
+        "experiment=fast", "-m", "task.module.optimizer.lr=interval(0.1, 0.2)", "global_batch_size=choice(4, 8)",
+        "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "checkpoint.monitor=val/val_loss", "checkpoint.mode=min",
+    ]  # fmt: skip
+    losses = []
+    for name, words in (("two", []), ("one", ["parallel=single", "launch.nproc_per_node=1"])):
+        run = typed("experiment=fast", "rehearse=false", "logger=none", f"name={name}", *words, directory=tmp_path)
+        assert run.code == 0, run.output
+        (rows,) = (tmp_path / "runs" / name).glob("*/metrics.jsonl")
+        losses.append([row["loss"] for row in map(json.loads, rows.read_text().splitlines())])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 3
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["experiment=fats"], "Could not find 'experiment/fats'"),
+        (["~model"], "has no LightningModule (a section `model` with a `_target_`)"),
+        (["+data.held=1"], "its state_dict has place, but the run orders the samples"),
+    ],
+)
+def test_what_is_no_such_program_says_why(words: list[str], answer: str, template: Callable[..., Any]) -> None:
+    code, output = template(*words, "parallel=ddp")
+    assert code == 1 and answer in output, output
