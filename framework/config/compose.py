@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.code import find_module
-from framework.config.folders import defaults_in, named_keys, option_node, options, own_groups, subfolders, value_names
+from framework.config.folders import defaults_in, groups, named_keys, option_node, options, own_groups, subfolders, value_names
 from framework.config.hydra_compose import compose_files, composed_files, composes, own_keys, prepare_hydra, without_own_groups
 from framework.config.identity import execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
@@ -108,7 +108,9 @@ def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]
             files = compose_files([*choices, "~resources"])
     except Exception as error:  # Hydra, OmegaConf and PyYAML may raise almost any error for a faulty file
         blamed = [choice for choice in choices if composes([other for other in choices if other != choice])]
-        return OmegaConf.create(), [], [*problems, Problem(" ".join(blamed or choices) or "conf", one_line(error))]
+        missed = re.search(r"Could not override '([\w/]+)'|$", str(error))[1] or ""  # type: ignore[index]  # another program's group
+        expected = did_you_mean(missed, [group for group in groups() if group != missed]) or done_here(missed) if missed else ""
+        return OmegaConf.create(), [], [*problems, Problem(" ".join(blamed or choices) or "conf", one_line(error), expected)]
     hydra: Any = HydraConfig.instance()
     hydra.cfg = files.settings  # its method `set_config` copies them, also for each job of a sweep
     prepare_hydra()  # also after Hydra has registered its own resolvers
