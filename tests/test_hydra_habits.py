@@ -57,7 +57,10 @@ def test_a_setting_of_hydra_in_a_file_is_refused_as_on_the_command_line(key: str
             "defaults: [override /scheduler: null]",
             "scheduler: has no option, because a file ... with null ... constant, cosine ...",
         ),
-        ("defaults: [override /data: mnist]", "experiment=mine: ... Could not override 'data'. ... (did you mean dataset?) ..."),
+        (
+            "defaults: [override /data: mnist]",
+            "experiment=mine: ... Could not override 'data'. ... (did you mean dataset?) ...",
+        ),
         ("name: ${oops", "experiment=mine: no viable alternative at input '${oops' ..."),
     ],
 )

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HYDRA = {
     "train.py",
     "framework/cli/callbacks.py",
+    "extras/adopt/program.py",  # composes another program
     *(f"framework/sweep/{part}.py" for part in ("line", "launchers")),
     *(
         f"framework/config/{part}.py"
