@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from extras.from_lightning.packages import is_of_lightning
 
 _EVERY_RUN_DOES = {  # and it changes nothing of what a run computes
     "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor", "ModelSummary", "RichModelSummary", "ProgressBar",
@@ -22,28 +22,33 @@ _KEYS = {
 _OWN = "its methods as hooks of the module, or a part of the loop: docs/training.md"
 
 
-def callbacks_of(module: Any) -> Sequence[Callback]:
+def callbacks_of(module: Any) -> Sequence[Any]:
     found = module.configure_callbacks()
-    return [found] if isinstance(found, Callback) else found
+    return found if isinstance(found, Sequence) else [found]
 
 
 def refusal(module: Any, *, early_stopping: Mapping[str, Any]) -> str:
     """Return why a run with these `trainer.early_stopping` does not do what a module's callbacks do, or an empty text."""
     for callback in callbacks_of(module):
-        name = type(callback).__name__
-        if type(callback) is EarlyStopping:
+        name = _name(callback)
+        if name == "EarlyStopping":
             wanted = _stopping(callback)
             other = [f"trainer.early_stopping.{key}={wanted[key]}" for key in wanted if early_stopping[key] != wanted[key]]
             if odd := [key for key in ("stopping_threshold", "divergence_threshold") if getattr(callback, key) is not None]:
                 return f"EarlyStopping with {odd[0]} (self.trainer.should_stop = True in on_validation_epoch_end)"
             if other:
                 return f"EarlyStopping, which is a key of this framework ({' '.join(other)})"
-        elif type(callback) is not ModelCheckpoint and name not in _EVERY_RUN_DOES:
-            return f"{name}, which this framework does not call ({_KEYS.get(name, _OWN)})"
+        elif name not in ("ModelCheckpoint", *_EVERY_RUN_DOES):
+            return f"{type(callback).__name__}, which this framework does not call ({_KEYS.get(name, _OWN)})"
     return ""
 
 
-def _stopping(callback: EarlyStopping) -> dict[str, Any]:
+def _name(callback: Any) -> str:
+    """Return the name of a callback of Lightning; of another, an empty text."""
+    return type(callback).__name__ if is_of_lightning(type(callback)) else ""
+
+
+def _stopping(callback: Any) -> dict[str, Any]:
     return {
         "patience": callback.patience,
         "monitor": _column(callback.monitor),
@@ -59,7 +64,7 @@ def _column(monitor: str) -> str:
 def remark(module: Any) -> str:
     """Return a remark on the callbacks that have keys which compute nothing, or an empty text."""
     for callback in callbacks_of(module):
-        if type(callback) is ModelCheckpoint and callback.monitor is not None:
+        if _name(callback) == "ModelCheckpoint" and callback.monitor is not None:
             keep = max(1, callback.save_top_k)
             keys = f"checkpoint.monitor={_column(callback.monitor)} checkpoint.mode={callback.mode} checkpoint.keep_best={keep}"
             return f"configure_callbacks returns ModelCheckpoint, but keys say which checkpoints are kept ({keys})"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from extras.from_lightning.packages import is_of_lightning, lightning_class
 from framework.data.map_style import MapStyle, has_index
 from framework.data.source import SPLITS, NotNegative, Source, Split
 from framework.data.stream import Stream
@@ -37,8 +38,11 @@ class DataModule:
     def made(self) -> Any:
         """The LightningDataModule, which has prepared its data."""
         made = self.module()
-        bases = [base for base in type(made).__mro__ if base.__module__.partition(".")[0] not in ("lightning", "torch")]
-        own = {name for base in bases for name in vars(base)}
+        base = lightning_class(type(made), "LightningDataModule") or lightning_class(type(made), "LightningModule")
+        if base is None:
+            raise ValueError(f"dataset.module: a {type(made).__name__} (a LightningDataModule)")
+        self._base = base
+        own = {name for base in type(made).__mro__ if not is_of_lightning(base) for name in vars(base)}
         if odd := sorted(own.intersection(_HOOKS)):
             raise ValueError(f"dataset.module: overrides {', '.join(odd)}, which is not called (the module can override it)")
         made.prepare_data()
@@ -86,7 +90,8 @@ class DataModule:
         return inputs, targets
 
     def _has_own(self, split: Split) -> bool:
-        return getattr(type(self.made), f"{split}_dataloader") is not _missing(split)
+        name = f"{split}_dataloader"
+        return getattr(type(self.made), name) is not getattr(self._base, name)
 
     def _dataset(self, split: Split, number: int) -> Any:
         return self._loader(split, number).dataset
@@ -130,12 +135,6 @@ class LoaderSampler:
 def _loaders(made: Any, split: Split) -> list[Any]:
     found = getattr(made, f"{split}_dataloader")()
     return [*found.values()] if isinstance(found, Mapping) else [*found] if isinstance(found, (list, tuple)) else [found]
-
-
-def _missing(split: Split) -> Any:
-    from lightning.pytorch import LightningDataModule
-
-    return getattr(LightningDataModule, f"{split}_dataloader")
 
 
 def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, Any]:

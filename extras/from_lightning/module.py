@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -18,6 +17,7 @@ from torchmetrics import Metric
 from extras.from_lightning.callbacks import refusal
 from extras.from_lightning.driver import STEPS, Driver, FromTrainer, Scheduler, StepTaken
 from extras.from_lightning.frozen import unfreezing
+from extras.from_lightning.packages import lightning_class
 from framework.runtime.exits import Unfit
 
 CALLED = {  # the hooks that are called, of all that a LightningModule can have
@@ -36,13 +36,13 @@ SKIPPED = "skipped"  # the name of what `drive` returns for a training_step that
 _OF_LIGHTNING = ("LightningModule", "ModelHooks", "DataHooks", "CheckpointHooks")
 
 
-def driven(module: Callable[[], Any], *, early_stopping: Mapping[str, Any] | None = None) -> LightningModule:
+def driven(module: Callable[[], Any], *, early_stopping: Mapping[str, Any] | None = None) -> Any:
     """Return a LightningModule that `drive` can call. ValueError with what of it would not be called.
 
     `early_stopping`: the run's keys, which its callbacks must agree with. None: they are not looked at.
     """
     made = module()
-    if not isinstance(made, LightningModule):
+    if lightning_class(type(made), "LightningModule") is None:
         raise ValueError(f"model.module: a {type(made).__name__} (a LightningModule)")
     if odd := _not_called(type(made)):
         what = f"{type(made).__name__} overrides {', '.join(odd)}, which this framework does not call"
@@ -50,7 +50,7 @@ def driven(module: Callable[[], Any], *, early_stopping: Mapping[str, Any] | Non
     if found := unfreezing(made):
         raise ValueError(f"model.module: {found}")
     made.__class__ = type(type(made).__name__, (_Driven, type(made)), {"__module__": type(made).__module__})
-    made.trainer = FromTrainer(model=made)  # type: ignore[assignment]
+    made.trainer = FromTrainer(model=made)
     made.configure_model()
     made.setup("fit")
     if early_stopping is not None and (odd_one := refusal(made, early_stopping=early_stopping)):
@@ -61,7 +61,7 @@ def driven(module: Callable[[], Any], *, early_stopping: Mapping[str, Any] | Non
 
 def has_own(module: Any, method: str) -> bool:
     """Return whether a LightningModule defines a method itself."""
-    return getattr(type(module), method) is not getattr(LightningModule, method)
+    return getattr(type(module), method) is not getattr(lightning_class(type(module), "LightningModule"), method)
 
 
 @functools.cache
@@ -87,9 +87,10 @@ def _state_of(metric: Metric) -> dict[str, Any]:
 
 
 def _not_called(kind: type) -> list[str]:
-    bases = [base for base in LightningModule.__mro__ if base.__name__ in _OF_LIGHTNING]
-    hooks = {name for base in bases for name in vars(base) if name[0] != "_" and callable(getattr(LightningModule, name))}
-    own = {name for base in kind.__mro__ if base not in LightningModule.__mro__ for name in vars(base)}
+    theirs = lightning_class(kind, "LightningModule")
+    bases = [base for base in theirs.__mro__ if base.__name__ in _OF_LIGHTNING]
+    hooks = {name for base in bases for name in vars(base) if name[0] != "_" and callable(getattr(theirs, name))}
+    own = {name for base in kind.__mro__ if base not in theirs.__mro__ for name in vars(base)}
     return sorted(own & hooks - CALLED - NOT_NEEDED)
 
 

@@ -125,7 +125,8 @@ def test_a_mistake_is_one_line_and_writes_nothing(
 PROGRAM = {
     "src/lit.py": """
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from pytorch_lightning import LightningDataModule, LightningModule  # the other name of lightning.pytorch
+from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -144,6 +145,9 @@ class Lit(LightningModule):
 
     def configure_optimizers(self):
         return self.make(self.parameters())
+
+    def configure_callbacks(self):
+        return [EarlyStopping("val_loss"), LearningRateMonitor()]
 
 
 class Data(LightningDataModule):
