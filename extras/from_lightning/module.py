@@ -64,6 +64,11 @@ def has_own(module: Any, method: str) -> bool:
     return getattr(type(module), method) is not getattr(lightning_class(type(module), "LightningModule"), method)
 
 
+def takes_number(module: Any) -> bool:
+    """Return whether the training_step is called for each optimizer, with its number, as in Lightning 1."""
+    return "optimizer_idx" in inspect.signature(module.training_step).parameters
+
+
 @functools.cache
 def may_skip(kind: type) -> bool:
     """Return whether the training_step of a class shows a `return None`, no `return` at its end, or cannot be read."""
@@ -145,7 +150,9 @@ class _Driven:
         driver.module = driver.trainer.logger.module = self
         kept = [(metric, _state_of(metric)) for metric in metrics_of(self)] if driver.is_padding else []
         try:
-            found = run(*(arguments if takes_all else arguments[: len(taken)]))
+            is_indexed = "optimizer_idx" in parameters
+            given = arguments if takes_all else arguments[: len(taken) - is_indexed]
+            found = self._for_each(driver, run, given) if is_indexed else run(*given)
             is_automatic = method == "training_step" and driver.module.automatic_optimization
             is_skipped = found is None and is_automatic and not driver.is_measuring
             return {SKIPPED: self._nothing()} if is_skipped else found
@@ -158,6 +165,17 @@ class _Driven:
                     state["_computed"] = None  # another rank has updated it, and compute() waits for all ranks
                 for name, value in state.items():
                     setattr(metric, name, value)
+
+    @staticmethod
+    def _for_each(driver: Driver, run: Callable[..., Any], given: Sequence[Any]) -> Any:
+        """Call a method of Lightning 1 for the optimizer of the turn. In an evaluation, return the sum of the losses of all."""
+        if not driver.trainer.optimizers:
+            driver.prepare()
+        place = [*inspect.signature(run).parameters].index("optimizer_idx")
+        numbers = [driver.turns.index(driver.turn)] if driver.turn in driver.turns else range(len(driver.turns))
+        found = [run(*given[:place], number, *given[place:]) for number in numbers]
+        losses = [one.get("loss") if isinstance(one, Mapping) else one for one in found]
+        return found[0] if len(found) == 1 else sum(loss for loss in losses if loss is not None)
 
     def log(self, name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any) -> None:
         driver = self._driver

@@ -11,7 +11,7 @@ from torch import Tensor
 from extras.from_lightning.driver import STEPS, Driver, FromTrainer, Validated
 from extras.from_lightning.hooks import Hooks, hooks_of, numbers_of, prepare
 from extras.from_lightning.kept import unchanged
-from extras.from_lightning.module import SKIPPED, has_own, may_skip, metrics_of
+from extras.from_lightning.module import SKIPPED, has_own, may_skip, metrics_of, takes_number
 from extras.from_lightning.optimizers import configured_by
 from framework.engine.engine import Engine
 from framework.runtime.exits import Unfit
@@ -41,6 +41,8 @@ class Task:
             turn = driver.order.index(driver.turns.index(context.turn))
             trainer.global_step, trainer.current_epoch = context.step * len(driver.turns) + turn, context.epoch
             trainer.is_last_batch = context.batch == trainer.num_training_batches - 1
+            if context.turn != driver.turn:
+                driver.num_calls = driver.num_skipped = 0
             driver.num_calls += 1
             driver.rates.restart()
         driver.split, split = context.split, _kind(context.split)
@@ -130,7 +132,7 @@ class Task:
             if driver.is_done:
                 return sum(driver.losses[1:], driver.losses[0])
             return torch.zeros((), requires_grad=True)  # the optimizer is left out in this step
-        if context.turn:
+        if context.turn and not takes_number(driver.module):
             raise Unfit("task: several optimizers, but the module's automatic_optimization is true (it steps them itself)")
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if context.is_training and loss is None:

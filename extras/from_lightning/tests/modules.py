@@ -225,7 +225,7 @@ class LanguageModel(L.LightningModule):
 class GAN(L.LightningModule):
     """Two optimizers, which the training_step steps itself; the shape of Lightning's own example."""
 
-    def __init__(self, latent: int = 4) -> None:
+    def __init__(self, latent: int = 4, every: int = 1) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
@@ -235,19 +235,19 @@ class GAN(L.LightningModule):
     def adversarial_loss(self, y_hat: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(y_hat, y)
 
-    def training_step(self, batch: Any) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         real, _ = batch
         optimizer_g, optimizer_d = self.optimizers()  # type: ignore[misc]
         z = torch.randn(real.shape[0], self.hparams["latent"]).type_as(real)
-        self.toggle_optimizer(optimizer_g)
-        fake = self.generator(z)
         valid = torch.ones(real.size(0), 1).type_as(real)
-        g_loss = self.adversarial_loss(self.discriminator(fake), valid)
-        self.log("g_loss", g_loss, prog_bar=True)
-        self.manual_backward(g_loss)
-        optimizer_g.step()
-        optimizer_g.zero_grad()
-        self.untoggle_optimizer(optimizer_g)
+        if batch_idx % self.hparams["every"] == 0:
+            self.toggle_optimizer(optimizer_g)
+            g_loss = self.adversarial_loss(self.discriminator(self.generator(z)), valid)
+            self.log("g_loss", g_loss, prog_bar=True)
+            self.manual_backward(g_loss)
+            optimizer_g.step()
+            optimizer_g.zero_grad()
+            self.untoggle_optimizer(optimizer_g)
 
         self.toggle_optimizer(optimizer_d)
         real_loss = self.adversarial_loss(self.discriminator(real), valid)
@@ -269,6 +269,30 @@ class GAN(L.LightningModule):
         g = torch.optim.Adam(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
         d = torch.optim.Adam(self.discriminator.parameters(), lr=2e-3, betas=(0.5, 0.999))
         return [g, d], []
+
+
+class IndexedGAN(GAN):
+    """The same for Lightning 1, which calls the training_step for each optimizer and steps it."""
+
+    def __init__(self, latent: int = 4, every: int = 1) -> None:
+        super().__init__(latent, every)
+        self.automatic_optimization = True
+
+    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:
+        real, _ = batch
+        z = torch.randn(real.shape[0], self.hparams["latent"]).type_as(real)
+        valid = torch.ones(real.size(0), 1).type_as(real)
+        if optimizer_idx == 0:
+            if batch_idx % self.hparams["every"] != 0:
+                return None
+            g_loss = self.adversarial_loss(self.discriminator(self.generator(z)), valid)
+            self.log("g_loss", g_loss, prog_bar=True)
+            return {"loss": g_loss}
+        real_loss = self.adversarial_loss(self.discriminator(real), valid)
+        fake_loss = self.adversarial_loss(self.discriminator(self.generator(z).detach()), torch.zeros_like(valid))
+        d_loss = (real_loss + fake_loss) / 2
+        self.log("d_loss", d_loss, prog_bar=True)
+        return d_loss
 
 
 class Teacher(L.LightningModule):

@@ -36,6 +36,7 @@ CASES: dict[str, list[str]] = {
     "VAE": [],
     "LanguageModel": ["dataset.module.kind=tokens"],
     "GAN": [],
+    "IndexedGAN": [],
     "Teacher": [],
     "Alone": [],
     "Habits": [],
@@ -127,6 +128,7 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
     "VAE": modules.VAE,
     "LanguageModel": modules.LanguageModel,
     "GAN": modules.GAN,
+    "IndexedGAN": modules.GAN,  # Lightning 2 does not take it
     "Teacher": modules.Teacher,
     "Alone": modules.Alone,
     "Habits": modules.Habits,
@@ -181,10 +183,18 @@ def test_a_scheduler_that_follows_a_metric_does_what_it_does_under_lightning(tmp
     assert_same_bits(finished(*line("Classifier"), *own, "checkpoint.every=6", root=tmp_path), ended)
 
 
+@pytest.mark.slow
+def test_a_step_of_lightning_1_that_returns_none_leaves_its_optimizer_out(tmp_path: Path) -> None:
+    by_hand, indexed = (once(*line(name), "task.module.every=2") for name in ("GAN", "IndexedGAN"))
+    assert all(torch.equal(indexed.weights[name], value) for name, value in by_hand.weights.items())
+    assert not any(torch.equal(once(*line("GAN")).weights[name], value) for name, value in by_hand.weights.items())
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "strategy"), [
     ("Wasserstein", "fsdp"), ("Schedules", "ddp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
     ("Skips", "ddp"), ("Classifier", "ddp"), ("PlateauByHand", "ddp"), ("Skips", "fsdp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
+    ("IndexedGAN", "ddp"),
 ])  # fmt: skip
 def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_path: Path) -> None:
     two = [*line(name, "micro_batch_size=3", "checkpoint.every=3"), f"parallel={strategy}", "launch.nproc_per_node=2"]
