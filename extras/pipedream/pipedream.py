@@ -62,7 +62,7 @@ def num_due(num_under_way: int, *, delay: int, is_drained: bool) -> int:
 class _UnderWay:
     """A batch that has not yet had its backward pass through this stage."""
 
-    passes: list[tuple[Tensor | None, Tensor]]  # for each micro-batch, the input and the output of the stage
+    passes: list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # for each micro-batch, what the stage has received and made
     weights: list[Tensor]  # the weights of its forward pass (the stash)
     versions: list[int]
     num_updates: int  # updates of this stage before the batch
@@ -150,19 +150,17 @@ class PipeDream(Engine):
             return loss
 
         weights, versions = [p.data for p in self._parameters], [p._version for p in self._parameters]
-        passes: list[tuple[Tensor | None, Tensor]] = []
+        passes: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         for micro_batch in step.micro_batches:
-            received = None
-            if self._number > 0:
-                kind = self._pipeline.sent.like(micro_batch.inputs)[self._number - 1]
-                received = torch.empty_like(kind, device=self._device)
-                dist.recv(received, src=self._number - 1)
-                received.requires_grad_()
-            given = () if received is None else (received,)
-            made = self._pipeline.run_stage(self._number, micro_batch, given, loss_of=loss_of)
+            kinds = self._pipeline.sent.like(micro_batch.inputs)[self._number - 1] if self._number > 0 else ()
+            received = [torch.empty_like(kind, device=self._device) for kind in kinds]
+            for tensor in received:
+                dist.recv(tensor, src=self._number - 1)
+                tensor.requires_grad_()
+            made = self._pipeline.run_stage(self._number, micro_batch, received, loss_of=loss_of)
             passes.append((received, made))
-            if self._number < self._last:
-                self._send(made.detach(), to=self._number + 1, group=None)
+            for tensor in made if self._number < self._last else ():
+                self._send(tensor.detach(), to=self._number + 1, group=None)
         self._under_way.append(_UnderWay(passes, weights, versions, self._num_updates, _scale(step, sums, loss_scale)))
 
     def _run_backward(self) -> int:
@@ -171,14 +169,14 @@ class PipeDream(Engine):
         now = [p.data for p in self._parameters], [p._version for p in self._parameters]
         self._use_weights(batch.weights, batch.versions)
         for received, made in batch.passes:
-            gradient = batch.scale.to(made)
-            if self._number < self._last:
-                gradient = torch.empty_like(made)
+            gradients = [batch.scale.to(made[0])] if self._number == self._last else [torch.empty_like(one) for one in made]
+            for gradient in gradients if self._number < self._last else ():
                 dist.recv(gradient, src=self._number + 1, group=self._backward_group)
-            if made.requires_grad:  # a stage may have only frozen weights
-                torch.autograd.backward(made, gradient)
-            if received is not None:
-                sent = torch.zeros_like(received) if received.grad is None else received.grad
+            trained = [number for number, one in enumerate(made) if one.requires_grad]
+            if trained:  # a stage may have only frozen weights
+                torch.autograd.backward([made[n] for n in trained], [gradients[n] for n in trained])
+            for tensor in received:
+                sent = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 self._send(sent, to=self._number - 1, group=self._backward_group)
         self._use_weights(*now)
         return self._num_updates - batch.num_updates

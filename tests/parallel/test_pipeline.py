@@ -62,8 +62,60 @@ class Residual(nn.Module):
         return self.head(x)
 
 
+class Carries(nn.Module):
+    """Blocks that hand on what is not the hidden state: a residual, as in Mamba, and a bias of the first block, as in T5."""
+
+    class Block(nn.Module):
+        def __init__(self, dim: int, *, is_first: bool) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(dim), nn.Linear(dim, dim)
+            self.bias = nn.Parameter(0.1 * torch.randn(dim)) if is_first else None
+
+        def forward(self, x: torch.Tensor, bias: Any = None, *, residual: Any = None) -> tuple[torch.Tensor, ...]:
+            bias = self.bias * 2 if self.bias is not None else bias
+            residual = x if residual is None else residual + x
+            return torch.tanh(self.linear(self.norm(residual)) + bias), residual, bias
+
+    def __init__(self, *, vocab_size: int, seq_len: int, dim: int = 8) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(self.Block(dim, is_first=number == 0) for number in range(5))
+        self.head = nn.Linear(dim, vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, residual, bias = self.tokens(tokens), None, None
+        for block in self.blocks:
+            x, residual, bias = block(x, bias, residual=residual)
+        return self.head(x + residual)
+
+
 RESIDUAL = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual"]
 FOUR = ["parallel=pp+fsdp+tp", "launch.nproc_per_node=4"]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("cut", [
+    ["parallel=pipeline", *TWO, "parallel.schedule=zero-bubble"], [*FOUR, "parallel.shard=2", "parallel.tensor=1"],
+    ["parallel=pipeline", "launch.nproc_per_node=4", "parallel.schedule=gpipe"], ["parallel=pipeline", *TWO, "parallel.schedule=dualpipev"],
+])  # fmt: skip
+def test_every_argument_that_comes_from_the_block_before_is_sent(cut: list[str], tmp_path: Path) -> None:
+    line = [*RUN, *TOKENS, f"model._target_={__name__}.Carries", "trainer.max_steps=4", "micro_batch_size=2"]
+    assert_close(finished(*line, *cut, root=tmp_path), once(*line))
+
+
+@pytest.mark.slow
+def test_pipedream_sends_every_argument_too(tmp_path: Path) -> None:
+    line = [
+        *RUN,
+        *TOKENS,
+        f"model._target_={__name__}.Carries",
+        "trainer.max_steps=4",
+        "micro_batch_size=2",
+        "trainer.clip_grad_norm=null",
+    ]
+    cut = ["parallel=pipeline", *TWO, "parallel.schedule=pipedream", "parallel.drain_every=1", "checkpoint.every=null"]
+    weights = finished(*line, *cut, root=tmp_path).weights
+    assert all(torch.allclose(weights[name], value, rtol=0, atol=1e-10) for name, value in once(*line).weights.items())
 
 
 @pytest.mark.slow
@@ -97,7 +149,7 @@ def sent_types(model: nn.Module, *, autocast: torch.dtype | None, dtype: Any = N
     count = chain.num_links if isinstance(chain, OwnForward) else len(chain_of(model) or [])
     spans = [range(i, i + 1) for i in range(count)]
     sent = Sent(chain, spans, forward=forward, plain=torch.float32, dtype=dtype)
-    return [value.dtype for value in sent.like(tokens)]
+    return [value.dtype for (value,) in sent.like(tokens)]
 
 
 @pytest.mark.parametrize("left_out", [{0}, {1}, {2}, {1, 2}])
@@ -117,7 +169,7 @@ def test_a_step_may_leave_out_blocks_but_not_all_after_a_cut(left_out: set[int])
     chain.fill([*stages.values()], device=cpu)
     with pytest.raises(Unfit, match="no block after the place") if left_out == {1, 2} else nullcontext():
         sent = chain.run(stages[0], spans[0], (), tokens)
-        assert torch.equal(chain.run(stages[1], spans[1], (sent,), tokens), expected)
+        assert torch.equal(chain.run(stages[1], spans[1], sent, tokens), expected)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

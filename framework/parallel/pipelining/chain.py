@@ -86,7 +86,7 @@ class Listed:
         self._shapes: dict[str, list[Any]] = {}
 
     def outputs(self, inputs: Tree) -> list[Any]:
-        """Return each link's outputs, as meta tensors, for a batch like `inputs`; every link but the last has one tensor."""
+        """Return what each link sends, a tuple of a meta tensor, for a batch like `inputs`; of the last link, its outputs."""
         value = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
         key, outputs = repr(value), []
         if key not in self._shapes:
@@ -94,15 +94,15 @@ class Listed:
                 with torch.no_grad():
                     value = with_own_on_meta(partial(call, link, value))
                 outputs.append(value)
-            self._shapes[key] = outputs
+            self._shapes[key] = [*((output,) for output in outputs[:-1]), outputs[-1]]
         return self._shapes[key]
 
-    def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[torch.dtype]:
-        """Return the dtype of each link's outputs, except the last link's. The inputs must be stand-ins too."""
-        value, types = inputs, []
+    def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[tuple[torch.dtype, ...]]:
+        """Return the dtypes of what each link sends, except the last link. The inputs must be stand-ins too."""
+        value, types = inputs, list[tuple[torch.dtype, ...]]()
         for link in self._copies[:-1]:
             value = call(copied_with(link, stand_in)[0], value)
-            types.append(value.dtype)
+            types.append((value.dtype,))
         return types
 
     def costs(self, example: Tree | None) -> list[int]:
@@ -151,12 +151,15 @@ class Listed:
         return found
 
     def run(self, stage: Stage, span: range, arguments: tuple[Any, ...], inputs: Tree) -> Any:
-        """Run a stage's links; `arguments` are the received values for the first link (nothing in the first stage)."""
+        """Run a stage's links; `arguments` are the received values for the first link (nothing in the first stage).
+
+        Return the tuple that the stage sends, or the model's output.
+        """
         first, *rest = stage.links
         value = call(first, inputs) if span.start == 0 else first(*arguments)
         for link in rest:
             value = link(value)
-        return value
+        return value if span.stop == len(self.links) else (value,)
 
 
 def shared_weights(model: nn.Module, *, mesh: DeviceMesh) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:

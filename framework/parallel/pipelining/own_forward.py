@@ -1,10 +1,10 @@
 """A model's own forward as a chain: each block, with what the forward does before the first one and after each.
 
 This is for models that are not a list of modules to call one after the other; most libraries' models are not. Every stage
-runs the model's forward, but skips the blocks of other stages. What a stage sends is the input of the next stage's first
-block; there its own forward ends. So every stage computes the other arguments of the blocks (masks, positions) again.
-Weights that a stage does not have, and results that it has skipped, are not a number: a forward that needs more than one
-tensor of the stage before, such as a connection over several blocks, has no result.
+runs the model's forward, but skips the blocks of other stages. What a stage sends are the arguments of the next stage's first
+block that come from the block before it; there its own forward ends. So every stage computes the other arguments of the blocks
+(masks, positions) again. Weights that a stage does not have, and results that it has skipped, are not a number: a forward that
+needs another tensor of the stage before, such as a connection over several blocks, has no result.
 """
 
 from collections import Counter, defaultdict
@@ -35,41 +35,46 @@ class _Left(BaseException):
 
 @dataclass
 class _Window:
-    """The blocks of the running stage, and the tensor that it has received, in the place of the first block's hidden state."""
+    """The blocks of the running stage, and the tensors that it has received, in the places of the first block's arguments."""
 
     span: range
-    received: Tensor | None
+    received: tuple[Tensor, ...]  # () in the first stage
     calls: "Sequence[_Call]"  # of all blocks, for a batch of this shape
-    is_placed: bool = False  # the received tensor, in the forward
+    is_placed: bool = False  # what is received, in the forward
 
 
 @dataclass
 class _Call:
-    """The call of a block in the forward: which argument is the hidden state, and what the block returns."""
+    """The call of a block in the forward: which arguments come from the block before, and what the block returns.
 
-    place: int | str
+    The first of these arguments is the hidden state, which the forward may also compute from the outputs of the block before.
+    """
+
+    places: Sequence[int | str]
     outputs: Any
-    hidden: Tensor  # without storage: the hidden state that the block gets
-    is_passed_on: bool  # it is the output of the block before it; otherwise the forward has computed it from this output
+    given: tuple[Tensor, ...]  # without storage: the arguments of these places
+    is_passed_on: bool  # the hidden state is an output of the block before, as the other arguments are
 
-    def given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
-        return named[self.place] if isinstance(self.place, str) else arguments[self.place]
+    def of(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return the arguments of these places in another call."""
+        return tuple(named[place] if isinstance(place, str) else arguments[place] for place in self.places)
 
-    def with_hidden(
-        self, arguments: tuple[Any, ...], named: dict[str, Any], hidden: Tensor
+    def with_received(
+        self, arguments: Sequence[Any], named: Mapping[str, Any], received: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(self.place, str):
-            return arguments, named | {self.place: hidden}
-        return (*arguments[: self.place], hidden, *arguments[self.place + 1 :]), named
+        instead = dict(zip(self.places, received))
+        positional = tuple(instead.get(place, value) for place, value in enumerate(arguments))
+        return positional, {name: instead.get(name, value) for name, value in named.items()}
 
-    def skipped(self, received: Tensor, *, following: "_Call", is_sent: bool) -> Any:
+    def skipped(self, received: Sequence[Tensor], *, following: "_Call", is_sent: bool) -> Any:
         """Return the outputs of this block, if it is skipped: not a number, but what is received if the next block gets it."""
 
         def instead(output: Tensor) -> Tensor:
-            if is_sent and output is following.hidden:
-                return received
-            number = _no_number(output, device=received.device).clone()
-            return number.to(received.dtype) if number.is_floating_point() else number  # autocast is not in a trace
+            for tensor, value in zip(received, following.given) if is_sent else ():
+                if output is value:
+                    return tensor
+            number = _no_number(output, device=received[0].device).clone()
+            return number.to(received[0].dtype) if number.is_floating_point() else number  # autocast is not in a trace
 
         return map_tensors(instead, self.outputs)
 
@@ -101,9 +106,9 @@ class OwnForward:
         return len(self.blocks)
 
     def outputs(self, inputs: Tree) -> list[Any]:
-        """Return each link's outputs, as meta tensors, for a batch like `inputs`; every link but the last has one tensor."""
+        """Return what each link sends, a tuple of meta tensors, for a batch like `inputs`; of the last link, its outputs."""
         calls, outputs = self._trace_of(inputs)
-        return [*(called.hidden for called in calls[1:]), outputs]
+        return [*(called.given for called in calls[1:]), outputs]
 
     def _trace_of(self, inputs: Tree) -> tuple[list[_Call], Any]:
         key = repr(map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
@@ -112,14 +117,14 @@ class OwnForward:
             self._traced[key] = _calls(self._copied_blocks, trace), trace.events[-1].value
         return self._traced[key]
 
-    def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[torch.dtype]:
-        """Return the dtype of each link's hidden state, except the last link's. The inputs must be stand-ins too."""
+    def types(self, inputs: Tree, *, stand_in: Callable[[Tensor], Tensor]) -> list[tuple[torch.dtype, ...]]:
+        """Return the dtypes of what each link sends, except the last link. The inputs must be stand-ins too."""
         copied, copies = copied_with(self._copy, stand_in)
-        types: list[torch.dtype] = []
+        types: list[tuple[torch.dtype, ...]] = []
         for block, called in zip(self._copied_blocks[1:], self._calls[1:]):
 
             def enter(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], called: _Call = called) -> None:
-                types.append(called.given(arguments, named).dtype)
+                types.append(tuple(value.dtype for value in called.of(arguments, named)))
 
             copies[id(block)].register_forward_pre_hook(enter, with_kwargs=True)
         call(copied, inputs)
@@ -178,8 +183,8 @@ class OwnForward:
         return {id(buffer) for buffer in self.model.buffers() if self._links[id(buffer)] & set(span)}
 
     def run(self, stage: Stage, span: range, arguments: tuple[Any, ...], inputs: Tree) -> Any:
-        """Run a stage's part of the forward; return the hidden state after it, or the model's output."""
-        self._window = _Window(span, arguments[0] if span.start else None, self._trace_of(inputs)[0])
+        """Run a stage's part of the forward; return the tuple that it sends, or the model's output."""
+        self._window = _Window(span, arguments, self._trace_of(inputs)[0])
         own = self.buffers(stage, span)
         others = [buffer for buffer in self.model.buffers() if id(buffer) not in own]  # buffers of this process's other stages
         before = [buffer.clone() for buffer in others]
@@ -200,18 +205,19 @@ class OwnForward:
         called, window = self._calls[number], self._window
         assert window is not None
         if number >= window.span.stop:
-            raise _Left(called.given(arguments, named))
-        if window.received is None or number < window.span.start or window.is_placed:
+            raise _Left(called.of(arguments, named))
+        if not window.received or number < window.span.start or window.is_placed:
             return None
         window.is_placed = True  # a forward may leave blocks out
-        if called.is_passed_on or not _becomes(called.given(arguments, named), window.received):
-            return called.with_hidden(arguments, named, window.received)
-        return None
+        hidden = called.of(arguments, named)[0]
+        if not called.is_passed_on and _becomes(hidden, window.received[0]):
+            return called.with_received(arguments, named, [hidden, *window.received[1:]])
+        return called.with_received(arguments, named, window.received)
 
     def _unless_skipped(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
             window = self._window
-            if window is None or window.received is None or number >= window.span.start:
+            if window is None or not window.received or number >= window.span.start:
                 return forward(*arguments, **named)
             is_sent = number + 1 == window.span.start
             return window.calls[number].skipped(window.received, following=window.calls[number + 1], is_sent=is_sent)
@@ -274,11 +280,12 @@ def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
         new = [place for place, value in tensors.items() if value.is_floating_point() and id(value) not in known]
         if not passed_on and not new:
             raise Uncut("a block does not get a tensor that the forward has computed for it")
-        if any(value is other for value in tensors.values() for other in (tensors_in(before.value)[1:] if before else [])):
-            raise Uncut("a block gets more than one tensor from the block before it")
+        rest = {id(value) for value in tensors_in(before.value) if value is not sent} if before is not None else set()
+        handed = [(passed_on or new)[0], *(place for place, value in tensors.items() if id(value) in rest)]
+        if whole := next((place for place in handed if not tensors[place].is_floating_point()), None):
+            raise Uncut(f"a block gets whole numbers from the block before it (its argument {whole})")
         known.update(map(id, tensors.values()))
-        place = (passed_on or new)[0]
-        calls.append(_Call(place, leave.value, tensors[place], bool(passed_on)))
+        calls.append(_Call(handed, leave.value, tuple(tensors[place] for place in handed), bool(passed_on)))
     return calls
 
 

@@ -102,7 +102,7 @@ class Pipeline:
         if is_training:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch.number, turn=self._turn)
         is_last, inputs = number == self._num_stages - 1, micro_batch.inputs
-        given = tuple(self.sent.unpacked(value, stage=number - 1, inputs=inputs) for value in arguments)
+        given = self.sent.unpacked(arguments, stage=number - 1, inputs=inputs)
         last = self._forward.for_loss if is_training else self._forward.in_precision
         compute = last if is_last else self._forward.under_autocast
         value = compute(lambda: self._chain.run(stage, self._spans[number], given, inputs))
@@ -114,14 +114,14 @@ class Pipeline:
 
     def run_stage(
         self, number: int, micro_batch: MicroBatch, given: Sequence[Tensor], *, loss_of: Callable[[Tree, MicroBatch], Tensor]
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         """Run one of this process's stages forward, in training, within a step that the caller has started.
 
-        Return what the stage sends. For the last stage, return `loss_of` the model's outputs.
+        Return the tuple that the stage sends. For the last stage, return a tuple of `loss_of` the model's outputs.
         """
         self._loss_of, self._waiting = loss_of, {number: [micro_batch]}
-        value: Tensor = self.stages[number](*given)
-        return value
+        value = self.stages[number](*given)
+        return value if isinstance(value, tuple) else (value,)
 
     # --- training
 
@@ -134,7 +134,7 @@ class Pipeline:
         if self._same is None or self._summed_over is not None:  # not sharded
             passes = dict[tuple[torch.Size, ...], list[MicroBatch]]()
             for micro_batch in step.micro_batches:
-                shapes = tuple(value.shape for value in self.sent.like(micro_batch.inputs))
+                shapes = tuple(value.shape for sent in self.sent.like(micro_batch.inputs) for value in sent)
                 passes.setdefault(shapes, []).append(micro_batch)
             return [*passes.values()]
         if step.is_even or len(step.micro_batches) == 1:
@@ -182,15 +182,15 @@ class Pipeline:
             sum_all((local(gradient_or_zeros(p)) for p in self._parameters), group=self._summed_over)
 
     def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
-        sent = [value.requires_grad_() for value in self.sent.like(micro_batches[0].inputs)]
-        key = (len(micro_batches), *(tuple(value.shape) for value in sent))
+        sent = [tuple(value.requires_grad_() for value in one) for one in self.sent.like(micro_batches[0].inputs)]
+        key = (len(micro_batches), *(tuple(value.shape) for one in sent for value in one))
         if key not in self._schedules:
             loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)  # the last stage's result
             stages = []
             for number, stage in self.stages.items():
-                given, made = sent[max(number - 1, 0) : number], sent[number] if number < len(sent) else loss
+                given, made = sent[number - 1] if number else (), sent[number] if number < len(sent) else loss
                 where = (number, self._num_stages, self._world.device)
-                stages.append(PipelineStage(stage, *where, input_args=tuple(given), output_args=made, group=self.group))
+                stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self.group))
                 greet_others_only(stages[-1], rank=self._rank)
             count = len(micro_batches)
             schedule, asked = make_schedule(self._schedule, stages, num_micro_batches=count)
@@ -228,18 +228,20 @@ class Pipeline:
         return sums
 
     def _through_all_stages(self, micro_batch: MicroBatch) -> Tree:
-        sent, value = self.sent.like(micro_batch.inputs), None
+        value: Any = ()
+        sent = self.sent.like(micro_batch.inputs)
         for number in range(self._num_stages):
             owner, before = self._owners[number], self._owners[number - 1]
             if number > 0 and owner != before:
                 if self._rank == before:
-                    assert value is not None
-                    dist.send(value.contiguous(), dst=dist.get_global_rank(self.group, owner), group=self.group)
+                    for one in value:
+                        dist.send(one.contiguous(), dst=dist.get_global_rank(self.group, owner), group=self.group)
                 elif self._rank == owner:
-                    value = torch.empty_like(sent[number - 1], device=self._world.device)
-                    dist.recv(value, src=dist.get_global_rank(self.group, before), group=self.group)
+                    value = tuple(torch.empty_like(one, device=self._world.device) for one in sent[number - 1])
+                    for one in value:
+                        dist.recv(one, src=dist.get_global_rank(self.group, before), group=self.group)
             if self._rank == owner:
-                value = self.stages[number](*([value] if number else []))
+                value = self.stages[number](*value)
         return value
 
     def outputs(self, inputs: Tree) -> Tree:

@@ -33,42 +33,49 @@ class Sent:
         self._forward = forward
         self._plain = plain
         self._sent_as = _DTYPES[dtype]
-        self._types: list[torch.dtype] = []  # the dtypes of the links' outputs; not known before the first batch
+        self._types: list[tuple[torch.dtype, ...]] = []  # of what the links send; not known before the first batch
 
-    def like(self, inputs: Tree) -> list[Tensor]:
-        """Return meta tensors like the outputs that each stage but the last sends for such inputs."""
+    def like(self, inputs: Tree) -> list[tuple[Tensor, ...]]:
+        """Return meta tensors like those that each stage but the last sends for such inputs."""
         outputs = self._chain.outputs(inputs)
-        types = [self._sent_as or self._computed(number, inputs) for number in range(len(self._last))]
-        shapes = [outputs[link].shape for link in self._last]
-        return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, types)]
+        return [
+            tuple(
+                torch.empty(value.shape, dtype=self._sent_as or dtype, device="meta")
+                for value, dtype in zip(outputs[link], self._computed(stage, inputs))
+            )
+            for stage, link in enumerate(self._last)
+        ]
 
-    def packed(self, value: Tensor, *, stage: int, inputs: Tree) -> Tensor:
-        """Return a stage's output in the form in which it is sent.
+    def packed(self, values: Sequence[Tensor], *, stage: int, inputs: Tree) -> tuple[Tensor, ...]:
+        """Return what a stage sends in the form in which it is sent.
 
         It is contiguous. It is not a view, which zero-bubble cannot detach, and not the wrapper of an unfinished collective.
+        Of several, the stage may have computed one from another, or has received it: each is a tensor of its own.
         """
-        value = value.to(self._sent_as or self._computed(stage, inputs)).contiguous()
-        return value.clone() if is_view(value) or type(value) is not Tensor else value
+        types = self._computed(stage, inputs)
+        sent = [value.to(self._sent_as or dtype).contiguous() for value, dtype in zip(values, types)]
+        is_alone = len(sent) == 1
+        return tuple(value if is_alone and not is_view(value) and type(value) is Tensor else value.clone() for value in sent)
 
-    def unpacked(self, value: Tensor, *, stage: int, inputs: Tree) -> Tensor:
-        """Return a received tensor in the form in which the next stage takes it."""
-        return value.to(self._computed(stage, inputs))
+    def unpacked(self, values: Sequence[Tensor], *, stage: int, inputs: Tree) -> tuple[Tensor, ...]:
+        """Return what a stage has received from `stage` in the form in which it takes it."""
+        return tuple(value.to(dtype) for value, dtype in zip(values, self._computed(stage, inputs))) if values else ()
 
-    def _computed(self, stage: int, inputs: Tree) -> torch.dtype:
+    def _computed(self, stage: int, inputs: Tree) -> list[torch.dtype]:
         if not self._types:
             self._types = self._follow(inputs)
-        dtype = self._types[self._last[stage]]
-        return dtype if dtype.is_floating_point or dtype.is_complex else self._plain
+        types = self._types[self._last[stage]]
+        return [dtype if dtype.is_floating_point or dtype.is_complex else self._plain for dtype in types]
 
-    def _follow(self, inputs: Tree) -> list[torch.dtype]:
+    def _follow(self, inputs: Tree) -> list[tuple[torch.dtype, ...]]:
         outputs = self._chain.outputs(inputs)[:-1]
         if self._forward.autocast is None:
-            return [output.dtype for output in outputs]
+            return [tuple(value.dtype for value in output) for output in outputs]
 
         def stand_in(tensor: Tensor) -> Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._forward.device)
 
-        def follow() -> list[torch.dtype]:
+        def follow() -> list[tuple[torch.dtype, ...]]:
             return self._chain.types(map_tensors(stand_in, inputs), stand_in=stand_in)
 
         try:
@@ -76,5 +83,5 @@ class Sent:
                 types: Any = self._forward.under_autocast(follow)
         except Exception as error:  # a user's model may raise anything if it reads numbers
             LOGGER.debug("the types between the stages are not known, and all are %s: %s", self._plain, error)
-            types = [self._plain] * len(outputs)
+            types = [(self._plain,) * len(output) for output in outputs]
         return types
