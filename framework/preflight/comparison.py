@@ -125,6 +125,8 @@ class _Comparison:
         if asked := next((rank.asks for rank in watched if rank.asks), ""):
             cure = "an option of that code that leaves the processes to the strategy, such as sync=false"
             return Problem("model", f"{what}; its own code asks torch.distributed: {asked}", cure)
+        if "pipeline" in parallel and (crossing := next((rank.crossing for rank in watched if rank.crossing), "")):
+            what = f"{what}; {crossing} uses a tensor of an earlier stage, which has not been handed from block to block"
         for name in config.part:
             if self._is_equal(alone.altered(part={other: node for other, node in config.part.items() if other != name})):
                 return Problem(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)
