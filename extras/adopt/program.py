@@ -13,7 +13,10 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
 from omegaconf import OmegaConf, open_dict
+
+from extras.from_lightning.callbacks import EVERY_RUN_DOES, best_of, column, instead_of, stopping_of
 
 _OURS = [folder for folder in (Path(__file__).parents[2] / path for path in ("conf", "framework/conf")) if folder.is_dir()]
 _PRECISIONS = {"16": "fp16", "16-true": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-true": "bf16", "bf16-mixed": "bf16",
@@ -23,18 +26,21 @@ _STRATEGIES = {"ddp": "ddp", "ddp_spawn": "ddp", "ddp_fork": "ddp", "ddp_noteboo
 _DEVICES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "auto": "auto"}
 _LOGGERS = {"WandbLogger": "wandb", "TensorBoardLogger": "tensorboard", "MLFlowLogger": "mlflow", "CometLogger": "comet",
             "AimLogger": "aim", "CSVLogger": ""}  # fmt: skip
-_EVERY_RUN_DOES = ("RichModelSummary", "ModelSummary", "RichProgressBar", "TQDMProgressBar", "LearningRateMonitor")
 _KEYS = {key: key for key in ("max_steps", "max_epochs", "overfit_batches", "deterministic", "sync_batchnorm")} | {
-    "gradient_clip_val": "clip_grad_norm", "log_every_n_steps": "log_every", "limit_train_batches": "limit_batches",
-}  # fmt: skip
+    "log_every_n_steps": "log_every"
+}
 _CHANGES_NOTHING = {  # of what a run computes
-    "_target_", "default_root_dir", "min_epochs", "enable_progress_bar", "enable_model_summary", "enable_checkpointing",
+    "_target_", "default_root_dir", "enable_progress_bar", "enable_model_summary", "enable_checkpointing",
     "num_sanity_val_steps", "detect_anomaly", "profiler", "barebones", "benchmark", "inference_mode", "use_distributed_sampler",
 }  # fmt: skip
 _SECTIONS = {"model": "task.module", "data": "dataset.module", "datamodule": "dataset.module"}
-_STOPPING = ("patience", "mode", "min_delta")
+_WRITTEN = ("val_check_interval", "check_val_every_n_epoch", "gradient_clip_val", "gradient_clip_algorithm")
 _READ = (*_SECTIONS, "trainer", "callbacks", "logger", "task_name", "seed", "optimized_metric")
-_TRAINER = {"check_val_every_n_epoch": 1, "max_epochs": None, "max_steps": -1}  # Lightning's defaults
+TRAINER = {  # Lightning's defaults
+    "max_epochs": None, "max_steps": -1, "check_val_every_n_epoch": 1, "val_check_interval": 1.0, "min_epochs": 1,
+    "gradient_clip_val": None, "gradient_clip_algorithm": "norm", "accumulate_grad_batches": 1, "limit_train_batches": 1.0,
+    "limit_val_batches": 1.0, "limit_test_batches": 1.0, "limit_predict_batches": 1.0,
+}  # fmt: skip
 
 
 def experiment_of(file: Path, overrides: list[str]) -> tuple[str, str, list[str]]:
@@ -56,7 +62,7 @@ def experiment_of(file: Path, overrides: list[str]) -> tuple[str, str, list[str]
         remarks.append("global_batch_size: write the batch_size of the training loader")
     values |= {key: config[name] for key, name in (("name", "task_name"), ("seed", "seed")) if name in config}
     sections: dict[str, dict[str, Any]] = {"trainer": {}, "checkpoint": {}, "launch": {}}
-    remarks += _trainer(_TRAINER | config.get("trainer", {}), values, sections)
+    remarks += trainer_keys(TRAINER | config.get("trainer", {}), values, sections)
     for name, callback in config.get("callbacks", {}).items():
         remarks += _callback(name, callback or {}, sections)
     remarks += _loggers(config.get("logger", {}), values)
@@ -98,23 +104,25 @@ def _relative(value: Any) -> Any:
     return value.removeprefix(here).replace("${", "\\${") if isinstance(value, str) else value
 
 
-def _trainer(given: Mapping[str, Any], values: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Iterator[str]:
+def trainer_keys(given: Mapping[str, Any], values: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Write what the arguments of Lightning's Trainer are here. Yield a remark for each argument that has no key."""
     ours = sections["trainer"]
-    if given["max_epochs"] is None:
-        ours["max_epochs"] = 1000 if given["max_steps"] == -1 else None  # as in Lightning
+    if given["max_epochs"] in (None, -1):
+        ours["max_epochs"] = 1000 if given["max_epochs"] is None and given["max_steps"] == -1 else None  # as in Lightning
+    between, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
+    ours["eval_every"] = between if isinstance(between, int) else f"{between * (epochs or 1):g}ep"
+    if clip := given["gradient_clip_val"]:
+        ours["clip_grad_value" if given["gradient_clip_algorithm"] == "value" else "clip_grad_norm"] = clip
     num_processes = math.prod(count for name in ("devices", "num_nodes") if isinstance(count := given.get(name, 1), int))
     if num_processes > 1:
         yield f"global_batch_size: of all {num_processes} processes; Lightning's batch_size is that of one"
         given = {"strategy": "ddp", **given}
     for name, value in given.items():
-        if name in _CHANGES_NOTHING or value is None or value == -1:
+        is_unset = value is None or value is False or value in (-1, "auto")
+        if is_unset or name in (*_CHANGES_NOTHING, *_WRITTEN) or _is_default(name, value):
             continue
-        if name == "fast_dev_run" and value:
+        if name == "fast_dev_run":
             ours["max_steps"] = int(value)
-        elif name in ("check_val_every_n_epoch", "val_check_interval"):
-            is_epochs = name == "check_val_every_n_epoch" or isinstance(value, float)
-            ours["eval_every"] = f"{value}ep" if is_epochs else value
         elif name == "accelerator" and value in _DEVICES:
             values["device"] = _DEVICES[value]
         elif name == "precision" and str(value) in _PRECISIONS:
@@ -123,34 +131,31 @@ def _trainer(given: Mapping[str, Any], values: dict[str, Any], sections: dict[st
             values["defaults"].append({"override /parallel": _STRATEGIES[value]})
         elif name in ("devices", "num_nodes") and isinstance(value, int):
             sections["launch"] |= {"nproc_per_node" if name == "devices" else "nnodes": value}
-        elif name == "gradient_clip_algorithm" and value == "norm":
-            continue
-        elif name in _KEYS and (isinstance(value, (bool, int)) or name == "gradient_clip_val"):
-            if value not in (0, 0.0, False):
-                ours[_KEYS[name]] = value
-        elif value not in (False, 1, 1.0, "auto"):
+        elif name in _KEYS and isinstance(value, int):
+            ours[_KEYS[name]] = value
+        else:
             yield f"trainer.{name}={value} is not taken (docs/migration.md)"
 
 
+def _is_default(name: str, value: Any) -> bool:
+    """Return whether this is Lightning's default. (`limit_val_batches=1` is one batch, and 1.0 are all.)"""
+    return name in TRAINER and (type(value), value) == (type(TRAINER[name]), TRAINER[name])
+
+
 def _callback(name: str, given: Mapping[str, Any], sections: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Write what a callback of Lightning is here. Yield a remark if it has no keys."""
     kind = str(given.get("_target_", name)).rpartition(".")[2]
     if kind == "EarlyStopping":
-        stopping = {"patience": 3, "mode": "min", **{key: given[key] for key in _STOPPING if key in given}}
-        sections["trainer"]["early_stopping"] = stopping | {"monitor": _column(given["monitor"])}
+        sections["trainer"]["early_stopping"] = stopping_of(instantiate(given))
         odd = [key for key in ("stopping_threshold", "divergence_threshold") if given.get(key) is not None]
         yield from (f"callbacks.{name}.{key} is not taken" for key in odd)
     elif kind == "ModelCheckpoint":
-        if given.get("monitor"):
-            best = {"mode": given.get("mode", "min"), "keep_best": max(1, given.get("save_top_k", 1))}
-            sections["checkpoint"] |= best | {"monitor": _column(given["monitor"])}
+        callback = instantiate(given)
+        sections["checkpoint"] |= best_of(callback) if callback.monitor is not None else {}
         if every := given.get("every_n_train_steps") or (f"{epochs}ep" if (epochs := given.get("every_n_epochs")) else None):
             sections["checkpoint"]["every"] = every
-    elif kind not in _EVERY_RUN_DOES:
-        yield f"callbacks.{name}, a {kind}, is not taken: its methods can be hooks of the module, or a part (docs/training.md)"
-
-
-def _column(monitor: str) -> str:
-    return monitor if monitor.startswith(("val/", "train/")) else f"val/{monitor}"
+    elif kind not in EVERY_RUN_DOES:
+        yield f"callbacks.{name}, a {kind}, is not taken ({instead_of(kind)})"
 
 
 def _loggers(given: Mapping[str, Any], values: dict[str, Any]) -> Iterator[str]:
@@ -174,5 +179,5 @@ def _search(config: Mapping[str, Any]) -> list[str]:
         words += ["hydra/sweeper=optuna", f"hydra.sweeper.n_trials={sweeper['n_trials']}"]
     if metric := config.get("optimized_metric"):
         mode = "max" if "max" in str(sweeper.get("direction")).lower() else "min"
-        words += [f"checkpoint.monitor={_column(metric)}", f"checkpoint.mode={mode}"]
+        words += [f"checkpoint.monitor={column(metric)}", f"checkpoint.mode={mode}"]
     return words

@@ -1,11 +1,11 @@
-"""What `configure_callbacks` of a LightningModule returns, as keys of this framework."""
+"""The callbacks of Lightning as keys of this framework."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from extras.from_lightning.packages import is_of_lightning
 
-_EVERY_RUN_DOES = {  # and it changes nothing of what a run computes
+EVERY_RUN_DOES = {  # and it changes nothing of what a run computes
     "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor", "ModelSummary", "RichModelSummary", "ProgressBar",
     "TQDMProgressBar", "RichProgressBar", "OnExceptionCheckpoint",
 }  # fmt: skip
@@ -32,14 +32,14 @@ def refusal(module: Any, *, early_stopping: Mapping[str, Any]) -> str:
     for callback in callbacks_of(module):
         name = _name(callback)
         if name == "EarlyStopping":
-            wanted = _stopping(callback)
+            wanted = stopping_of(callback)
             other = [f"trainer.early_stopping.{key}={wanted[key]}" for key in wanted if early_stopping[key] != wanted[key]]
             if odd := [key for key in ("stopping_threshold", "divergence_threshold") if getattr(callback, key) is not None]:
                 return f"EarlyStopping with {odd[0]} (self.trainer.should_stop = True in on_validation_epoch_end)"
             if other:
                 return f"EarlyStopping, which is a key of this framework ({' '.join(other)})"
-        elif name not in ("ModelCheckpoint", *_EVERY_RUN_DOES):
-            return f"{type(callback).__name__}, which this framework does not call ({_KEYS.get(name, _OWN)})"
+        elif name not in ("ModelCheckpoint", *EVERY_RUN_DOES):
+            return f"{type(callback).__name__}, which this framework does not call ({instead_of(name)})"
     return ""
 
 
@@ -48,24 +48,35 @@ def _name(callback: Any) -> str:
     return type(callback).__name__ if is_of_lightning(type(callback)) else ""
 
 
-def _stopping(callback: Any) -> dict[str, Any]:
+def instead_of(name: str) -> str:
+    """Return what to do here instead of a callback with this name."""
+    return _KEYS.get(name, _OWN)
+
+
+def stopping_of(callback: Any) -> dict[str, Any]:
+    """Return the values of `trainer.early_stopping` for an EarlyStopping."""
     return {
         "patience": callback.patience,
-        "monitor": _column(callback.monitor),
+        "monitor": column(callback.monitor),
         "mode": callback.mode,
         "min_delta": abs(callback.min_delta),
     }
 
 
-def _column(monitor: str) -> str:
-    return f"val/{monitor.removeprefix('val/')}"
+def best_of(callback: Any) -> dict[str, Any]:
+    """Return the values of `checkpoint` for a ModelCheckpoint with a monitor."""
+    return {"monitor": column(callback.monitor), "mode": callback.mode, "keep_best": max(1, callback.save_top_k)}
+
+
+def column(monitor: str) -> str:
+    """Return our name of the column that a module logs under a name."""
+    return monitor if monitor.startswith("train/") else f"val/{monitor.removeprefix('val/')}"
 
 
 def remark(module: Any) -> str:
     """Return a remark on the callbacks that have keys which compute nothing, or an empty text."""
     for callback in callbacks_of(module):
         if _name(callback) == "ModelCheckpoint" and callback.monitor is not None:
-            keep = max(1, callback.save_top_k)
-            keys = f"checkpoint.monitor={_column(callback.monitor)} checkpoint.mode={callback.mode} checkpoint.keep_best={keep}"
+            keys = " ".join(f"checkpoint.{key}={value}" for key, value in best_of(callback).items())
             return f"configure_callbacks returns ModelCheckpoint, but keys say which checkpoints are kept ({keys})"
     return ""

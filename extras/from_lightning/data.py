@@ -38,8 +38,8 @@ class DataModule:
     def made(self) -> Any:
         """The LightningDataModule, which has prepared its data."""
         made = self.module()
-        base = lightning_class(type(made), "LightningDataModule") or lightning_class(type(made), "LightningModule")
-        if base is None:
+        data = lightning_class(type(made), "LightningDataModule")
+        if (base := data or lightning_class(type(made), "LightningModule")) is None:
             raise ValueError(f"dataset.module: a {type(made).__name__} (a LightningDataModule)")
         self._base = base
         own = {name for base in type(made).__mro__ if not is_of_lightning(base) for name in vars(base)}
@@ -47,7 +47,7 @@ class DataModule:
             raise ValueError(f"dataset.module: overrides {', '.join(odd)}, which is not called (the module can override it)")
         made.prepare_data()
         made.setup("fit")
-        if state := made.state_dict():
+        if state := made.state_dict() if data is not None else {}:  # that of a LightningModule has its weights
             raise ValueError(f"dataset.module: its state_dict has {', '.join(map(str, state))}, but the run orders the samples")
         return made
 

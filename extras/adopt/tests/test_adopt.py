@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from extras.adopt import __main__ as program
+from extras.adopt.program import TRAINER, trainer_keys
 from tests.harness import typed
 from tests.test_loop import TINY
 
@@ -192,8 +193,10 @@ best: {_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val_loss,
 bar: {_target_: lightning.pytorch.callbacks.RichProgressBar}
 other: {_target_: lightning.pytorch.callbacks.Timer}
 """,
-    "configs/trainer/cpu.yaml": "{_target_: lightning.pytorch.Trainer, max_epochs: 2, accelerator: cpu, devices: 1, gradient_clip_val: 0.5}",
-    "configs/trainer/ddp.yaml": "{defaults: [cpu], devices: 2, strategy: ddp_spawn, max_time: 1h}",
+    "configs/trainer/cpu.yaml": """{_target_: lightning.pytorch.Trainer, max_epochs: 2, accelerator: cpu, devices: 1, gradient_clip_val: 0.5,
+min_epochs: 1, val_check_interval: 1.0, limit_train_batches: 1.0, num_sanity_val_steps: 2}""",
+    "configs/trainer/ddp.yaml": """{defaults: [cpu], devices: 2, strategy: ddp_spawn, max_time: 1h,
+limit_val_batches: 1}""",
     "configs/paths/own.yaml": """
 root_dir: ${oc.env:PROJECT_ROOT}
 data_dir: ${paths.root_dir}/data
@@ -254,13 +257,13 @@ def test_a_program_like_lightning_hydra_template_is_an_experiment(template: Call
         "dataset": {"module": {"_target_": "src.lit.Data", "batch_size": "${global_batch_size}"}},
         "global_batch_size": 8, "name": "train", "seed": 5, "device": "cpu",
         "trainer": {"max_epochs": 2, "eval_every": "1ep", "clip_grad_norm": 0.5,
-                    "early_stopping": {"monitor": "val/val_loss", "mode": "min", "patience": 3}},
+                    "early_stopping": {"monitor": "val/val_loss", "mode": "min", "patience": 3, "min_delta": 0.0}},
         "checkpoint": {"monitor": "val/val_loss", "mode": "min", "keep_best": 1}, "launch": {"nproc_per_node": 2},
     }  # fmt: skip
     assert [line for line in text.splitlines() if line.startswith("# ")] == [
         "# @package _global_", "# global_batch_size: of all 2 processes; Lightning's batch_size is that of one",
-        "# trainer.max_time=1h is not taken (docs/migration.md)",
-        "# callbacks.other, a Timer, is not taken: its methods can be hooks of the module, or a part (docs/training.md)",
+        "# trainer.limit_val_batches=1 is not taken (docs/migration.md)", "# trainer.max_time=1h is not taken (docs/migration.md)",
+        "# callbacks.other, a Timer, is not taken (trainer.max_steps)",
     ]  # fmt: skip
     search = re.search(r"its search is: steadfast (.+)", output)
     assert search is not None and shlex.split(search[1]) == [
@@ -287,3 +290,31 @@ def test_a_program_like_lightning_hydra_template_is_an_experiment(template: Call
 def test_what_is_no_such_program_says_why(words: list[str], answer: str, template: Callable[..., Any]) -> None:
     code, output = template(*words, "parallel=ddp")
     assert code == 1 and answer in output, output
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({"check_val_every_n_epoch": 5, "val_check_interval": 1.0}, {"eval_every": "5ep"}),
+        ({"val_check_interval": 0.25}, {"eval_every": "0.25ep"}),
+        ({"val_check_interval": 200}, {"eval_every": 200}),
+        ({"max_epochs": -1, "max_steps": 7}, {"max_epochs": None, "max_steps": 7}),
+        ({"max_steps": 7}, {"max_epochs": None, "max_steps": 7}),
+        ({"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, {"clip_grad_value": 1}),
+        ({"fast_dev_run": True}, {"max_steps": 1}),
+        ({"log_every_n_steps": 1, "limit_val_batches": 1.0, "accumulate_grad_batches": 1}, {"log_every": 1}),
+    ],
+)
+def test_the_arguments_of_a_trainer_are_keys(given: dict[str, Any], keys: dict[str, Any]) -> None:
+    sections: dict[str, dict[str, Any]] = {"trainer": {}, "launch": {}}
+    assert [*trainer_keys(TRAINER | given, {"defaults": []}, sections)] == []
+    assert {key: sections["trainer"][key] for key in keys} == keys
+
+
+@pytest.mark.parametrize(
+    "given", [{"accumulate_grad_batches": 4}, {"limit_train_batches": 3}, {"limit_val_batches": 0}, {"min_epochs": 3}]
+)
+def test_an_argument_that_has_no_key_is_named(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    (remark,) = trainer_keys(TRAINER | given, {"defaults": []}, {"trainer": {}, "launch": {}})
+    assert remark.startswith(f"trainer.{name}={value} is not taken")

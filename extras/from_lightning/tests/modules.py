@@ -294,6 +294,9 @@ class IndexedGAN(GAN):
         self.log("d_loss", d_loss, prog_bar=True)
         return d_loss
 
+    def on_before_optimizer_step(self, optimizer: Any, optimizer_idx: int) -> None:
+        self.log(f"stepped_{optimizer_idx}", 1.0)
+
 
 class Teacher(L.LightningModule):
     """A student follows its own average, which a hook moves after each batch; the shape of BYOL and of mean teachers."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from extras.adopt import __main__ as adopt
 from extras.from_lightning.data import DataModule, LoaderSampler
@@ -188,6 +188,8 @@ def test_a_step_of_lightning_1_that_returns_none_leaves_its_optimizer_out(tmp_pa
     by_hand, indexed = (once(*line(name), "task.module.every=2") for name in ("GAN", "IndexedGAN"))
     assert all(torch.equal(indexed.weights[name], value) for name, value in by_hand.weights.items())
     assert not any(torch.equal(once(*line("GAN")).weights[name], value) for name, value in by_hand.weights.items())
+    rows = [row for row in exact_rows(indexed) if row["split"] == "train"]
+    assert all(row["stepped_0"] == row["stepped_1"] == 1.0 for row in rows)  # a hook gets the number too
 
 
 @pytest.mark.quick(2)
@@ -251,6 +253,14 @@ def test_a_part_that_lowers_the_rate_is_heard_or_refused_where_the_module_sets_i
     assert rates == pytest.approx([0.01] * 10 + [0.001] * 5 + [0.0001] * 5)
     both = command(*line("PlateauByHand"), *part, "rehearse=false", root=tmp_path)
     assert "the module sets its rates, and a part sets loop.lr_share too" in both.output, both.output
+
+
+def test_a_module_with_loaders_of_its_own_is_its_data_too() -> None:
+    class Both(modules.Teacher):
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(torch.zeros(8, 6), torch.zeros(8)), batch_size=4)
+
+    assert len(DataModule(module=Both, global_batch_size=4, drop_last=False).load("train")) == 8
 
 
 def test_a_data_module_without_a_val_dataloader_trains_on_all_samples() -> None:
