@@ -68,7 +68,8 @@ def _adopt_program(file: Path, overrides: list[str]) -> str:
     try:
         name, text, search = experiment_of(file, overrides)
     except Exception as error:  # Hydra's, or of a resolver of the program
-        sys.exit(f"adopt: {file}: {' '.join(str(error).split())}")
+        causes = [error, error.__cause__] if error.__cause__ is not None else [error]
+        sys.exit(f"adopt: {file}: {'; '.join(' '.join(str(cause).split()) for cause in causes)}")
     choice = _written("experiment", name, text)
     if search:
         print(f"its search is: steadfast {choice} {shlex.join(search)}\n")
