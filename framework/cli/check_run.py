@@ -1,5 +1,6 @@
 """mode=check: a test of a run in seconds. It writes nothing."""
 
+import math
 import sys
 import time
 from functools import partial
@@ -10,7 +11,6 @@ from framework.config.modes import MODES, Command
 from framework.launch.decision import print_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.facts import is_brief
-from framework.runs.metrics_file import in_units
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
@@ -102,7 +102,13 @@ def _table(named: list[tuple[str, dict[str, Any]]], *, is_narrow: bool) -> "Tabl
         several = f"{row['count']} x " if row["count"] > 1 else ""
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
         parameters = f"{several}{row['parameters']:,}{frozen}"
-        flops = "" if row["flops"] is None else f"{several}{in_units(row['flops'], ('', 'k', 'M', 'G', 'T', 'P'), base=1000)}"
+        flops = "" if row["flops"] is None else f"{several}{_in_units(row['flops'])}"
         shape = () if is_narrow else (row["shape"],)
         table.add_row(module or "(the model)", row["kind"], *shape, parameters, flops)
     return table
+
+
+def _in_units(value: float) -> str:
+    """Return a number with three digits and the largest fitting unit."""
+    power = min(5, int(math.log(max(value, 1), 1000)))
+    return f"{value / 1000**power:.3g}{' kMGTP'[power].strip()}"
