@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from framework.build.splits import validations
-from framework.build.stored_data import with_copies
+from framework.build.stored_data import with_copy
 from framework.config.folders import option_node, options
+from framework.config.identity import mapped
 from framework.config.init_from import init_contents
 from framework.config.schema import INIT, OF_DATA, Node
 from framework.config.targets import arguments_of, component, instantiated, locate
@@ -41,7 +42,7 @@ def dataset(node: Node) -> Dataset:
     Files in an object store are fetched first, so that a dataset only needs paths. It has the first of several validation sets.
     """
     node = validations(node)["val"]
-    return component({name: with_copies(value, name) for name, value in node.items() if name not in OF_DATA})()
+    return component(mapped({name: value for name, value in node.items() if name not in OF_DATA}, with_copy))()
 
 
 def batch_transform(node: Node) -> Callable[[Any, Any], tuple[Any, Any]] | None:
@@ -207,10 +208,6 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
     problems: list[Problem] = []
 
     def replaced(value: Any, key: str) -> Any:
-        if isinstance(value, dict):
-            return {name: replaced(item, f"{key}.{name}") for name, item in value.items()}
-        if isinstance(value, list):
-            return [replaced(item, key) for item in value]
         named = _DATA.fullmatch(value) if isinstance(value, str) else None
         if named is None and "${data:" in str(value):
             problems.append(Problem(key, f"{value} is not valid", "a fact must be the whole value, as in ${data:num_classes}"))
@@ -218,7 +215,7 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
             problems.append(Problem(key, f"the dataset does not give {named[1]!r}", f"it gives {', '.join(info) or 'nothing'}"))
         return value if named is None else info.get(named[1])
 
-    return replaced(node, key), problems
+    return mapped(node, replaced, key=key), problems
 
 
 def complete_model(model: Node, info: Mapping[str, int]) -> tuple[Node, list[Problem]]:

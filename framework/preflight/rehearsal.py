@@ -11,6 +11,7 @@ import torch
 
 from framework.build.training import Builder
 from framework.config.frozen_file import digest_of
+from framework.config.identity import mapped
 from framework.preflight.child import ChildFailure, in_child
 from framework.preflight.comparison import compare
 from framework.preflight.continuation import Continuation
@@ -51,13 +52,11 @@ def subject(build: Builder) -> str:
     """Return a hash of what a rehearsal depends on. For an optimizer's and a schedule's numbers, this is whether they are 0."""
     config = build.config
     kept = {name: value for name, value in config.plain().items() if name not in _NOT_REHEARSED}
-    kept |= {"optimizer": _signs(config.optimizer), "scheduler": _signs(config.scheduler)}
+    kept |= {name: mapped(kept[name], _sign) for name in ("optimizer", "scheduler")}
     return digest_of(kept | {"processes": config.launch.most_processes})
 
 
-def _signs(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _signs(item) for name, item in value.items()}
+def _sign(value: Any, _: str) -> Any:
     return math.copysign(1.0, value) if isinstance(value, float) and value else value
 
 
