@@ -1,0 +1,1 @@
+"""A class becomes a model option of a project, and each strategy is tried with it."""
