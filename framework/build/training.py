@@ -64,7 +64,7 @@ class Builder:
         self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
         self.micro_batch_size = config.known_micro_batch_size
         self.precision = PRECISIONS[config.precision.name]
-        self.num_parameters = 0  # of the model, if a preflight has built it
+        self.summary: list[dict[str, Any]] = []  # of the model's modules, the model first, if a preflight has built it
         self.loaded: dict[Split, Source] = {}  # splits that are loaded already
 
     def altered(self: _Builder, *, world: World | None = None, **fields: Any) -> _Builder:
@@ -287,7 +287,4 @@ class Builder:
         )  # fmt: skip
 
     def stopwatch(self) -> Speed:
-        config, directory = self.config, self.directory
-        model, precision = partial(components.shapes_of, config.model, seed=config.seed), config.precision.name
-        info, trainer = self.dataset.info, config.trainer
-        return stopwatch(model, info, world=self.world, precision=precision, trainer=trainer, directory=directory)
+        return stopwatch(self.config, self.dataset.info, world=self.world, directory=self.directory)

@@ -24,7 +24,8 @@ from framework.engine.seam import Demands
 from framework.modules.parts import blocks_of
 from framework.modules.pretrained import pretrained_part
 from framework.modules.structure import freeze_parameters, switch_off_dropout
-from framework.modules.trace import give_example
+from framework.modules.summary import summary
+from framework.modules.trace import example_of, give_example
 from framework.optim.update import averages_itself
 from framework.preflight.child import ChildFailure, in_child
 from framework.preflight.optimizer import require_optimizer, require_turns
@@ -36,32 +37,31 @@ from framework.training.metrics import averaged_state
 from framework.training.parts import ANSWERS, MOMENTS
 
 
-def build_problems(build: Builder) -> list[Problem]:
-    """Return the problems of a configuration's objects, and set the builder's `num_parameters`.
+def build_problems(build: Builder, *, is_shown: bool = False) -> list[Problem]:
+    """Return the problems of a configuration's objects, and set the builder's `summary`, with shapes if it `is_shown`.
 
     This runs in a separate process, because the user's code may keep its results. A launcher's library, such as MPI, may not
     support a fork.
     """
-    found = dry_build(build) if Environment.read().is_foreign else in_child(partial(dry_build, build))
+    work = partial(dry_build, build, is_shown=is_shown)
+    found = work() if Environment.read().is_foreign else in_child(work)
     if isinstance(found, ChildFailure):
         return [Problem("model", f"could not be examined: {found}", "a model and an optimizer that can be built")]
-    problems, build.num_parameters = found
+    problems, build.summary = found
     return problems
 
 
-def dry_build(build: Builder) -> tuple[list[Problem], int]:
+def dry_build(build: Builder, *, is_shown: bool = False) -> tuple[list[Problem], list[dict[str, Any]]]:
     """Build the optimizer and the model, if possible without storage, and run a batch's shape through it.
 
-    Return the problems, and the model's number of parameters.
+    Return the problems, and a table of the model's modules (framework/modules/summary.py).
     """
-    num_parameters = 0
     try:
         model = _shapes_of(build.config.model, seed=build.config.seed)
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         _require_objects(model, build)
     except Refused as refused:
-        return refused.problems, num_parameters
-    return [], num_parameters
+        return refused.problems, []
+    return [], summary(model, example=example_of(model) if is_shown else None)
 
 
 def _shapes_of(node: Node, *, seed: int) -> nn.Module:
