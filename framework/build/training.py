@@ -247,7 +247,7 @@ class Builder:
 
     def tracker(self) -> Tracker:
         saving, patience = self.config.checkpoint, Patience(self.config.trainer.early_stopping)
-        derive = getattr(self.task, "derived", lambda means: {})  # from the means over samples
+        derive: Any = getattr(self.task, "derived", lambda means: {})  # from the means over samples
         return Tracker(monitor=saving.monitor, mode=saving.direction, patience=patience, derive=derive, metrics=self.metrics)
 
     def parts(
