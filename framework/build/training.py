@@ -66,10 +66,12 @@ class Builder:
         self.precision = PRECISIONS[config.precision.name]
         self.summary: list[dict[str, Any]] = []  # of the model's modules, the model first, if a preflight has built it
         self.loaded: dict[Split, Source] = {}  # splits that are loaded already
+        self.of_run = self  # the builder that this one has been altered from: in a rehearsal, the run's own
 
     def altered(self: _Builder, *, world: World | None = None, **fields: Any) -> _Builder:
         """Return a builder for the same configuration with some fields changed, or in another world."""
         new = type(self)(self.config.model_copy(update=fields), world=world or self.world, token=self._token)
+        new.of_run = self.of_run
         if "micro_batch_size" not in fields:
             new.micro_batch_size = self.micro_batch_size
         return new

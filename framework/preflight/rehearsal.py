@@ -75,8 +75,8 @@ def perform(build: Builder) -> tuple[list[Problem], str]:
     unchecked = _lack_of_memory(build)
     num_threads = 1 if _num_parameters(build) < _FOR_ONE_THREAD else len(cpus())
     works: list[tuple[Callable[[Builder, Any], _Answer], str]] = [
-        (lambda small, _: Trial(small, run=build).run(), _RESUMES),
-        (lambda small, left: (Continuation(small, run=build).compare(left), None), _RESUMES),
+        (lambda small, _: Trial(small).run(), _RESUMES),
+        (lambda small, left: (Continuation(small).compare(left), None), _RESUMES),
     ]
     if config.launch.most_processes > 1:
         works.append((lambda small, _: (compare(small), None), _SCALES))
