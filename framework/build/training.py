@@ -290,4 +290,7 @@ class Builder:
         )  # fmt: skip
 
     def stopwatch(self) -> Speed:
-        return stopwatch(self.config, self.dataset.info, world=self.world, directory=self.directory)
+        config, directory = self.config, self.directory
+        model, precision = partial(components.shapes_of, config.model, seed=config.seed), config.precision.name
+        info, trainer = self.dataset.info, config.trainer
+        return stopwatch(model, info, world=self.world, precision=precision, trainer=trainer, directory=directory)

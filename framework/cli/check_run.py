@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from framework.config.draft import Draft
 from framework.config.modes import MODES, Command
-from framework.config.schema import RunConfig
 from framework.launch.decision import print_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.facts import is_brief
@@ -43,9 +42,9 @@ def check_run(command: Command) -> int:
     return Exit.FINISHED
 
 
-def shows_model(config: RunConfig) -> bool:
+def shows_model(mode: str) -> bool:
     """Return whether a run's start shows the model: on a terminal."""
-    return MODES[config.mode].about == "run" and not Environment.read().is_foreign and sys.stderr.isatty() and not is_brief()
+    return MODES[mode].about == "run" and not Environment.read().is_foreign and sys.stderr.isatty() and not is_brief()
 
 
 def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = False) -> None:

@@ -160,7 +160,7 @@ def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) ->
         return print_problems(draft.problems)
     from framework.preflight.dry_build import build_problems
 
-    build, is_shown = builder_of(draft), shows_model(config)
+    build, is_shown = builder_of(draft), shows_model(config.mode)
     problems = build_problems(build, is_shown=is_shown)
     if problems := problems or ([] if is_rehearsed else rehearsal_problems(build)):
         return print_problems(problems)

@@ -78,11 +78,11 @@ def is_multirun(overrides: list[str]) -> bool:
     given = [override.value() for override in map(parse, overrides) if override and override.key_or_group == "hydra.mode"]
     if given:
         return str(given[-1]) == "MULTIRUN"
-    settings = settings_of(overrides)
+    settings = hydra_node(overrides)
     return settings is not None and settings.mode == RunMode.MULTIRUN
 
 
-def settings_of(overrides: list[str]) -> DictConfig | None:
+def hydra_node(overrides: list[str]) -> DictConfig | None:
     """Return Hydra's own node of a line, read-only. None for a faulty file: the composition of the run reports it."""
     try:
         files = composed_files(tuple(folders()), config_name(), tuple(sort_overrides(overrides)[0]))
