@@ -1,1 +1,1 @@
-"""A class becomes a model option of a project, and each strategy is tried with it."""
+"""The weights in a file of torch.save become a file of safetensors."""
