@@ -19,6 +19,7 @@ from framework.runtime.problem import Problem, shown
 _SMALL = 2  # processes along an axis
 _MOST = 4  # the largest number of processes
 _FIRST = ("pipeline", "tensor", "context", "expert", "shard", "replicate")  # the axes that cut most of the model come first
+_CONNECTIONS = "a connection over several blocks has no result"
 _ALIKE = "act alike on every process: loop.sum(), loop.any() or full_tensor() of local values; none of loop.is_padding"
 _NONE = "launch.nproc_per_node=1: ddp and fsdp do not either"
 
@@ -119,6 +120,8 @@ class _Comparison:
     def _explained(self, what: str, *, is_equal: bool) -> Problem:
         """Return a fault with what causes it, and the remedy. `is_equal`: in float64 there is none."""
         alone, parallel, config = self._alone, self._parallel, self._build.config
+        if "pipeline" in parallel and " is nan instead of " in what:
+            what = f"{what}; a stage has nothing of earlier blocks but what the block before hands on: {_CONNECTIONS}"
         if self._expected.fault or is_equal:  # it is of the run's own precision
             return Problem("parallel", what, _cure(_others(), self._failure))
         watched = self._ranks(alone.altered(parallel=parallel), like=self._expected, is_watched=True)
