@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from framework.modules.tensors import Tree, call, map_tensors, tensors_in
+from framework.runtime.exits import error_text, place_of
 
 Computed = TypeVar("Computed")
 
@@ -27,11 +28,12 @@ class Event:
 
 @dataclass
 class Trace:
-    """The events of one forward. `inside` has the modules that were running when it failed; empty if it reached its end."""
+    """The events of one forward. If it failed, `inside` has the modules that were running, and `why` the error."""
 
     events: list[Event] = field(default_factory=list)
     inside: list[nn.Module] = field(default_factory=list)
     is_whole: bool = False
+    why: str = ""
 
     def entered(self) -> set[nn.Module]:
         return {event.what for event in self.events if event.kind == "enter"}
@@ -124,7 +126,8 @@ def _followed(model: nn.Module, inputs: Tree) -> Trace:
     trace, stack = Trace(), list[nn.Module]()
     try:
         copied, copies = on_meta(model)
-    except Exception:  # a model that cannot be copied
+    except Exception as error:  # a model that cannot be copied
+        trace.why = error_text(error)
         return trace
     own: list[Any] = [*model.modules(), *nn.Module.parameters(model), *model.buffers()]
     originals = {id(copies[id(item)]): item for item in own if id(item) in copies}
@@ -149,8 +152,8 @@ def _followed(model: nn.Module, inputs: Tree) -> Trace:
         with torch.no_grad(), uses:
             call(copied, map_tensors(uses.without_storage, inputs))
         trace.is_whole = True
-    except Exception:  # the model reads numbers, not only shapes, or does not accept this batch
-        trace.inside = list(stack)
+    except Exception as error:  # the model reads numbers, not only shapes, or does not accept this batch
+        trace.inside, trace.why = list(stack), f"{error_text(error)}, at {place_of(error)}"
     return trace
 
 

@@ -259,7 +259,8 @@ def _row_of_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _require_whole(trace: Trace) -> None:
     if not trace.is_whole:
-        raise Uncut("it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape")
+        what = "it reads the values of its tensors, not only their shapes, or it does not accept a batch of this shape"
+        raise Uncut(f"{what} ({trace.why})")
 
 
 def _calls(blocks: Sequence[nn.Module], trace: Trace) -> list[_Call]:
