@@ -19,7 +19,6 @@ from framework.runtime.problem import Problem, shown
 _SMALL = 2  # processes along an axis
 _MOST = 4  # the largest number of processes
 _FIRST = ("pipeline", "tensor", "context", "expert", "shard", "replicate")  # the axes that cut most of the model come first
-_CONNECTIONS = "a connection over several blocks has no result"
 _ALIKE = "act alike on every process: loop.sum(), loop.any() or full_tensor() of local values; none of loop.is_padding"
 _NONE = "launch.nproc_per_node=1: ddp and fsdp do not either"
 
@@ -120,14 +119,14 @@ class _Comparison:
     def _explained(self, what: str, *, is_equal: bool) -> Problem:
         """Return a fault with what causes it, and the remedy. `is_equal`: in float64 there is none."""
         alone, parallel, config = self._alone, self._parallel, self._build.config
-        if "pipeline" in parallel and " is nan instead of " in what:
-            what = f"{what}; a stage has nothing of earlier blocks but what the block before hands on: {_CONNECTIONS}"
         if self._expected.fault or is_equal:  # it is of the run's own precision
             return Problem("parallel", what, _cure(_others(), self._failure))
         watched = self._ranks(alone.altered(parallel=parallel), like=self._expected, is_watched=True)
         if asked := next((rank.asks for rank in watched if rank.asks), ""):
             cure = "an option of that code that leaves the processes to the strategy, such as sync=false"
             return Problem("model", f"{what}; its own code asks torch.distributed: {asked}", cure)
+        if crossing := next((rank.crossing for rank in watched if rank.crossing), ""):
+            what = f"{what}; {crossing} uses a tensor of an earlier stage, which has not been handed from block to block"
         for name in config.part:
             if self._is_equal(alone.altered(part={other: node for other, node in config.part.items() if other != name})):
                 return Problem(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)

@@ -8,20 +8,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from framework.build.training import Builder
 from framework.config.folders import EXTRAS, ROOT
 from framework.data.source import Source
 from framework.distributed.other_backend import kinds_of_devices
 from framework.distributed.world import World
+from framework.modules.tensors import tensors_in
 from framework.preflight.child import end_of
 from framework.preflight.refused import Refused
 from framework.preflight.two_steps import Seen, first_to_part, two_steps
@@ -126,7 +130,8 @@ def _rank(
             seen.first, seen.do_part = first_to_part(build, source, folder=scratch)
         else:
             seen.first, seen.num_updates = like.first, like.num_updates
-        two_steps(build.altered(), source, seen, folder=scratch)  # with its own task
+        with _Crossings(seen) if is_watched else nullcontext():
+            two_steps(build.altered(), source, seen, folder=scratch)  # with its own task
         world.agreement.barrier()
     answer.send(vars(seen))
     if then is not None and not seen.fault:
@@ -168,6 +173,34 @@ def _note_asking(seen: Seen, frame: FrameType, event: str, _: object) -> None:
         caller = caller.f_back
     if caller is None:
         return
-    file = Path(caller.f_code.co_filename)
-    if not any(map(file.is_relative_to, _NOT_THE_MODELS)) and "torchmetrics" not in file.parts:  # metrics add up over ranks
+    if _is_models(caller) and "torchmetrics" not in Path(caller.f_code.co_filename).parts:  # metrics add up over ranks
         seen.asks = f"{frame.f_code.co_name} at {caller.f_code.co_filename}:{caller.f_lineno}"
+
+
+def _is_models(frame: FrameType) -> bool:
+    return not any(map(Path(frame.f_code.co_filename).is_relative_to, _NOT_THE_MODELS))
+
+
+class _Crossings(TorchFunctionMode):
+    """A mode that notes the first operation on what a pipeline's stage has computed and on what it does not have.
+
+    In a stage, what another stage has computed is not a number.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._seen.crossing:
+            given = [one for one in tensors_in([list(args), kwargs or {}]) if type(one) is Tensor and one.ndim > 1]
+            samples = [
+                one for one in given if one.is_floating_point() and one.shape[0] == given[0].shape[0] and not one.is_meta
+            ]
+            missing = [bool(one.isnan().all()) for one in samples]
+            if any(missing) and any(one.requires_grad and not none for one, none in zip(samples, missing)):
+                frame: FrameType | None = sys._getframe(1)
+                while frame is not None and not _is_models(frame):
+                    frame = frame.f_back
+                self._seen.crossing = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+        return function(*args, **(kwargs or {}))

@@ -52,6 +52,7 @@ class Seen:
     fault: str = ""
     unfinished: str = ""  # what it lacked
     asks: str = ""  # the first call of torch.distributed by the model's own code
+    crossing: str = ""  # the first place in the model's own code that needs a tensor which a pipeline does not send
     finding: tuple[str, str, str] | None = None  # the key, the text and the remedy of a fault with any strategy
     then: "list[Seen]" = field(default_factory=list)  # of rank 0: what all ranks have computed afterwards
 
