@@ -274,10 +274,10 @@ def test_a_signal_while_the_model_is_looked_at_ends_the_command_at_once(tmp_path
     began = tmp_path / "began"
 
     def look_slowly() -> None:
-        def slow(config: object) -> tuple[list[object], int]:
+        def slow(*_: object, **__: object) -> tuple[list[object], list[object]]:
             began.touch()
             time.sleep(60)
-            return [], 0
+            return [], []
 
         framework.preflight.dry_build.dry_build = slow
 

@@ -18,7 +18,8 @@ from framework.optim.optimizers import Trainable
 from framework.optim.precision import PRECISIONS
 from framework.optim.schedules import Schedule
 from framework.optim.update import Update
-from framework.preflight.optimizer import optimizer_problems
+from framework.preflight.optimizer import require_optimizer
+from framework.preflight.refused import Refused
 from tests.harness import Says, checked, command, finished, refused
 
 TORCH = "torch.optim.lr_scheduler"
@@ -232,7 +233,11 @@ class OfMatrices(torch.optim.SGD):
 
 def problems(model: nn.Module, **node: Any) -> list[str]:
     schedule = {"_target_": "framework.optim.schedules.constant", "warmup_steps": 0}
-    return [str(problem) for problem in optimizer_problems(model, node, schedule)]
+    try:
+        require_optimizer(model, node, schedule)
+    except Refused as refused:
+        return [str(problem) for problem in refused.problems]
+    return []
 
 
 def test_an_optimizer_is_built_with_its_groups_and_tried_on_parameters_of_the_models_dims() -> None:

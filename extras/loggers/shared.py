@@ -3,8 +3,10 @@
 import csv
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from framework.loggers.sink import RunInfo
+from framework.runs.metrics_file import Row
 
 
 def folder_of_runs(run: RunInfo) -> Path:
@@ -30,3 +32,23 @@ def read_table(path: Path) -> list[list[str]]:
     """Return the lines of a table that a part has logged; the first has the names of the columns."""
     with open(path, newline="") as file:
         return list(csv.reader(file))
+
+
+class Histogram(NamedTuple):
+    """How many of a tensor's values lie in each of equal bins between `lowest` and `highest`."""
+
+    lowest: float
+    highest: float
+    counts: list[int]
+
+    @property
+    def edges(self) -> list[float]:
+        """The limits of the bins: one more than the number of bins."""
+        width = (self.highest - self.lowest) / len(self.counts)
+        return [self.lowest + width * number for number in range(len(self.counts))] + [self.highest]
+
+
+def histograms(row: Row) -> dict[str, Histogram]:
+    """Return a row's histograms (from extras/parts/histograms.py), as `weights/NAME` and `gradients/NAME`."""
+    return {f"{name.partition('_')[0]}s/{name.partition(':')[2]}": Histogram(*value) for name, value in row.items()
+            if name.startswith(("weight_histogram:", "gradient_histogram:"))}  # fmt: skip

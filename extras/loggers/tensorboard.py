@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from extras.loggers.shared import read_table
+from extras.loggers.shared import Histogram, histograms, read_table
 from framework.config.identity import flat
 from framework.loggers.sink import RunInfo, replay
 from framework.runs.media import Media, list_media
-from framework.runs.metrics_file import Histogram, Row, best_of_monitor, histograms, is_curve, iterate_rows, scalars
+from framework.runs.metrics_file import Row, best_of_monitor, is_curve, iterate_rows, scalars
 
 
 class TensorBoard:

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from extras.loggers.shared import read_table
+from extras.loggers.shared import histograms, read_table
 from framework.loggers.sink import RunInfo, replay
 from framework.runs.media import Media
-from framework.runs.metrics_file import Row, histograms, scalars
+from framework.runs.metrics_file import Row, scalars
 from framework.runtime.log import LOGGER
 
 

@@ -2,15 +2,16 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from framework.build.splits import validations
-from framework.build.stored_data import with_copies
+from framework.build.stored_data import with_copy
 from framework.config.folders import option_node, options
+from framework.config.identity import mapped
 from framework.config.init_from import init_contents
 from framework.config.schema import INIT, OF_DATA, Node
-from framework.config.targets import arguments_of, component, instantiated, locate
+from framework.config.targets import arguments_of, component, locate
 from framework.data.source import Dataset
 from framework.runtime.exits import error_text, place_of
 from framework.runtime.problem import Problem
@@ -41,13 +42,7 @@ def dataset(node: Node) -> Dataset:
     Files in an object store are fetched first, so that a dataset only needs paths. It has the first of several validation sets.
     """
     node = validations(node)["val"]
-    return component({name: with_copies(value, name) for name, value in node.items() if name not in OF_DATA})()
-
-
-def batch_transform(node: Node) -> Callable[[Any, Any], tuple[Any, Any]] | None:
-    """Return the transform of each training micro-batch, if the dataset's node has one. ValueError for bad arguments."""
-    transform: Callable[[Any, Any], tuple[Any, Any]] | None = instantiated(node.get("batch_transform"))
-    return transform
+    return component(mapped({name: value for name, value in node.items() if name not in OF_DATA}, with_copy))()
 
 
 def kept_on_cpu(node: Node) -> list[str]:
@@ -68,11 +63,6 @@ def fold_of(node: Node) -> tuple[int, int] | None:
     if type(fold) is not int or not 0 <= fold < folds:
         raise ValueError(f"dataset.fold={fold!r}: is not valid (from 0 to {folds - 1})")
     return fold, folds
-
-
-def sampler(node: Node) -> Any:
-    """Build the sampler; None for a permutation. ValueError for bad arguments."""
-    return component(node)() if node else None
 
 
 def loop_parts(nodes: Mapping[str, Node]) -> dict[str, Any]:
@@ -107,16 +97,6 @@ def _built(group: str, nodes: Mapping[str, Node]) -> dict[str, Any]:
             said = str(error) if isinstance(error, ValueError) else f"{error_text(error)}, at {place_of(error)}"
             raise ValueError(said if said.startswith(f"{group}.{name}.") else f"{group}.{name}: {said}") from error
     return built
-
-
-def pairs(task: "Task") -> Callable[[Any, Any], Any]:
-    """Return the task's function from outputs and targets to the predictions and targets that metrics take."""
-    return getattr(task, "predictions", lambda outputs, targets: (outputs, targets))
-
-
-def derived(task: "Task") -> Callable[[dict[str, float]], dict[str, float]]:
-    """Return the task's function from the means over samples to the metrics that are derived from them."""
-    return getattr(task, "derived", lambda means: {})
 
 
 def model(node: Node, *, seed: int, on_meta: bool = False) -> "nn.Module":
@@ -207,10 +187,6 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
     problems: list[Problem] = []
 
     def replaced(value: Any, key: str) -> Any:
-        if isinstance(value, dict):
-            return {name: replaced(item, f"{key}.{name}") for name, item in value.items()}
-        if isinstance(value, list):
-            return [replaced(item, key) for item in value]
         named = _DATA.fullmatch(value) if isinstance(value, str) else None
         if named is None and "${data:" in str(value):
             problems.append(Problem(key, f"{value} is not valid", "a fact must be the whole value, as in ${data:num_classes}"))
@@ -218,7 +194,7 @@ def with_facts(node: Node, info: Mapping[str, int], *, key: str) -> tuple[Node, 
             problems.append(Problem(key, f"the dataset does not give {named[1]!r}", f"it gives {', '.join(info) or 'nothing'}"))
         return value if named is None else info.get(named[1])
 
-    return replaced(node, key), problems
+    return mapped(node, replaced, key=key), problems
 
 
 def complete_model(model: Node, info: Mapping[str, int]) -> tuple[Node, list[Problem]]:

@@ -5,7 +5,6 @@ from contextlib import suppress
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from framework.build import components
 from framework.data.loader import Loader
@@ -20,21 +19,15 @@ def example_inputs(dataset: Dataset, load: Callable[[], Source], *, dtype: torch
 
     None if they cannot be loaded: the rehearsal names the reason, and an existing run may have no training data any more.
     """
-    known: Tree | None = components.example(dataset.info, dtype=dtype)
+    if (known := components.example(dataset.info, dtype=dtype)) is not None:
+        return known
     with suppress(Exception):
-        return known if known is not None else _first_inputs(dataset, load(), dtype=dtype)
+        source, device = load(), torch.device("cpu")
+        two = Selected(source, np.arange(min(2, len(source))))
+        order = Order(num_samples=len(two), global_batch_size=2, seed=0, drop_last=False)
+        loader = Loader(dataset, two, order=order, micro_batch_size=2, dp_rank=0, dp_size=1, device=device, dtype=dtype)
+        loader.num_workers = 0
+        with seeded(0):  # the samples may draw
+            (batch, *_) = next(loader.evaluate()).micro_batches
+        return map_tensors(lambda tensor: tensor.to("meta") if tensor.is_floating_point() else tensor, batch.inputs)
     return None
-
-
-def _first_inputs(dataset: Dataset, source: Source, *, dtype: torch.dtype) -> Tree:
-    two, device = Selected(source, np.arange(min(2, len(source)))), torch.device("cpu")
-    order = Order(num_samples=len(two), global_batch_size=2, seed=0, drop_last=False)
-    loader = Loader(dataset, two, order=order, micro_batch_size=2, dp_rank=0, dp_size=1, device=device, dtype=dtype)
-    loader.num_workers = 0
-    with seeded(0):  # the samples may draw
-        (batch, *_) = next(loader.evaluate()).micro_batches
-
-    def without_storage(tensor: Tensor) -> Tensor:
-        return tensor.to("meta") if tensor.is_floating_point() else tensor
-
-    return map_tensors(without_storage, batch.inputs)

@@ -22,7 +22,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
 from framework.config.init_from import entries_of
 from framework.config.schema import RunConfig
-from framework.config.targets import component, locate
+from framework.config.targets import component, instantiated, locate
 from framework.data.load import load_in_turns, load_split
 from framework.data.loader import Loader, Splits
 from framework.data.order import Order
@@ -64,12 +64,14 @@ class Builder:
         self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
         self.micro_batch_size = config.known_micro_batch_size
         self.precision = PRECISIONS[config.precision.name]
-        self.num_parameters = 0  # of the model, if a preflight has built it
+        self.summary: list[dict[str, Any]] = []  # of the model's modules, the model first, if a preflight has built it
         self.loaded: dict[Split, Source] = {}  # splits that are loaded already
+        self.of_run = self  # the builder that this one has been altered from: in a rehearsal, the run's own
 
     def altered(self: _Builder, *, world: World | None = None, **fields: Any) -> _Builder:
         """Return a builder for the same configuration with some fields changed, or in another world."""
         new = type(self)(self.config.model_copy(update=fields), world=world or self.world, token=self._token)
+        new.of_run = self.of_run
         if "micro_batch_size" not in fields:
             new.micro_batch_size = self.micro_batch_size
         return new
@@ -108,7 +110,8 @@ class Builder:
     @cached_property
     def metrics(self) -> Metrics:
         """Build the metrics that take the model's outputs in evaluations."""
-        found, pairs, seed = components.metrics(self.config.metric), components.pairs(self.task), self.config.seed
+        found, seed = components.metrics(self.config.metric), self.config.seed
+        pairs = getattr(self.task, "predictions", lambda outputs, targets: (outputs, targets))
         return Metrics(found, pairs=pairs, device=self.world.device, seed=seed)
 
     @cached_property
@@ -177,7 +180,7 @@ class Builder:
         elif limit is not None and not is_training:
             source = Selected(source, np.arange(min(len(source), limit * size)))
         is_sampled = is_training and config.trainer.overfit_batches is None
-        sampler = components.sampler(config.sampler) if is_sampled else None
+        sampler: Any = component(config.sampler)() if is_sampled and config.sampler else None
         draw = partial(sampler.epoch, source=source, seed=config.seed) if sampler is not None else None
         growing = [part.batch_size for part in self.answering.values() if hasattr(part, "batch_size") and is_training]
         grow = partial(growing[0], global_batch_size=size) if growing else None
@@ -195,7 +198,7 @@ class Builder:
             dp_size=dp_size,
             device=self.world.device,
             dtype=self.precision.parameters,
-            batch_transform=components.batch_transform(config.dataset) if is_training else None,
+            batch_transform=instantiated(config.dataset.get("batch_transform")) if is_training else None,
             split=split,
             keep_on_cpu=components.kept_on_cpu(config.dataset),
             channels_last=bool(config.trainer.channels_last),
@@ -246,7 +249,7 @@ class Builder:
 
     def tracker(self) -> Tracker:
         saving, patience = self.config.checkpoint, Patience(self.config.trainer.early_stopping)
-        derive = components.derived(self.task)
+        derive: Any = getattr(self.task, "derived", lambda means: {})  # from the means over samples
         return Tracker(monitor=saving.monitor, mode=saving.direction, patience=patience, derive=derive, metrics=self.metrics)
 
     def parts(

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from framework.config.code import code_of
 from framework.config.compose import with_hydra
 from framework.config.folders import config_name, enter_project
-from framework.config.hydra_compose import has_callbacks
+from framework.config.hydra_compose import hydra_node
 from framework.config.overrides import one_line
 from framework.runtime.exits import Exit, Unfit
 from framework.runtime.problem import Problem
@@ -26,7 +26,7 @@ def callbacks(overrides: list[str], *, around: Literal["run", "job", "multirun"]
     warning.
     """
     ended = JobReturn(overrides=overrides)
-    if rank or not has_callbacks(overrides):
+    if rank or not (settings := hydra_node(overrides)) or not settings.callbacks:
         yield ended
         return
     config = with_hydra(overrides)

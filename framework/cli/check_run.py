@@ -1,8 +1,8 @@
 """mode=check: a test of a run in seconds. It writes nothing."""
 
+import math
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from framework.config.draft import Draft
@@ -10,15 +10,12 @@ from framework.config.modes import MODES, Command
 from framework.launch.decision import print_problems
 from framework.preflight.slurm import job_problems
 from framework.runs.facts import is_brief
-from framework.runs.metrics_file import in_units
 from framework.runtime.environment import Environment
 from framework.runtime.exits import Exit
 from framework.runtime.log import LOGGER
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from framework.build.training import Builder
 
 _MOST_ROWS = 8  # in the table at a run's start, so that it fits into the first screen
 
@@ -27,17 +24,14 @@ def check_run(command: Command) -> int:
     """Print the model's summary, do the rehearsal (whatever `rehearse` says), and print its time. Return the exit code."""
     from framework.build.training import Builder
     from framework.distributed.world import World
-    from framework.preflight.child import ChildFailure, in_child
     from framework.preflight.dry_build import build_problems
     from framework.preflight.rehearsal import rehearse
 
     config, start = command.config, time.monotonic()
     build = Builder(config, world=World.alone())
-    problems = build_problems(build)
+    problems = build_problems(build, is_shown=True)
     if not problems:
-        rows = in_child(partial(_rows, build))
-        if not isinstance(rows, ChildFailure):
-            print_summary(rows, file=sys.stdout)
+        print_summary(build.summary, file=sys.stdout)
         draft = Draft(dict(config), rehearse(build, unfinished="problem"))
         draft.check(job_problems)
         problems = draft.problems
@@ -48,32 +42,9 @@ def check_run(command: Command) -> int:
     return Exit.FINISHED
 
 
-def _rows(build: "Builder") -> list[dict[str, Any]]:
-    """Return a table of the model's modules (framework/modules/summary.py)."""
-    import torch
-
-    from framework.build.components import shapes_of
-    from framework.build.example import example_inputs
-    from framework.modules.structure import freeze_parameters
-    from framework.modules.summary import summary
-    from framework.modules.trace import example_of, give_example
-
-    module = shapes_of(build.config.model, seed=build.config.seed)
-    freeze_parameters(module, build.config.trainer.freeze)
-    load = partial(build.source, "train")
-    give_example(module, partial(example_inputs, build.dataset, load, dtype=torch.get_default_dtype()))
-    return summary(module, example=example_of(module))
-
-
-def show_model(build: "Builder") -> None:
-    """Print the outermost modules of a run's model, with their output shapes, on a terminal. Elsewhere print nothing."""
-    if MODES[build.config.mode].about != "run" or Environment.read().is_foreign or not sys.stderr.isatty() or is_brief():
-        return
-    from framework.preflight.child import ChildFailure, in_child
-
-    rows = in_child(partial(_rows, build), is_silent=True)
-    if not isinstance(rows, ChildFailure):
-        print_summary(rows, file=sys.stderr, is_short=True)
+def shows_model(mode: str) -> bool:
+    """Return whether a run's start shows the model: on a terminal."""
+    return MODES[mode].about == "run" and not Environment.read().is_foreign and sys.stderr.isatty() and not is_brief()
 
 
 def print_summary(rows: list[dict[str, Any]], *, file: TextIO, is_short: bool = False) -> None:
@@ -102,7 +73,13 @@ def _table(named: list[tuple[str, dict[str, Any]]], *, is_narrow: bool) -> "Tabl
         several = f"{row['count']} x " if row["count"] > 1 else ""
         frozen = "" if row["trained"] == row["parameters"] else f" ({row['trained']:,} trained)"
         parameters = f"{several}{row['parameters']:,}{frozen}"
-        flops = "" if row["flops"] is None else f"{several}{in_units(row['flops'], ('', 'k', 'M', 'G', 'T', 'P'), base=1000)}"
+        flops = "" if row["flops"] is None else f"{several}{_in_units(row['flops'])}"
         shape = () if is_narrow else (row["shape"],)
         table.add_row(module or "(the model)", row["kind"], *shape, parameters, flops)
     return table
+
+
+def _in_units(value: float) -> str:
+    """Return a number with three digits and the largest fitting unit."""
+    power = min(5, int(math.log(max(value, 1), 1000)))
+    return f"{value / 1000**power:.3g}{' kMGTP'[power].strip()}"

@@ -1,9 +1,10 @@
 """From a command line to a run: compose, check, claim the directory, freeze, and start the workers."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from framework.cli.callbacks import callbacks
-from framework.cli.check_run import show_model
+from framework.cli.check_run import print_summary, shows_model
 from framework.cli.existing_run import of_existing_run
 from framework.cli.overview import over_root
 from framework.config.code import loading
@@ -159,10 +160,12 @@ def _admit(draft: Draft, *, is_job: bool = False, is_rehearsed: bool = False) ->
         return print_problems(draft.problems)
     from framework.preflight.dry_build import build_problems
 
-    build = builder_of(draft)
-    if problems := build_problems(build) or ([] if is_rehearsed else rehearsal_problems(build)):
+    build, is_shown = builder_of(draft), shows_model(config.mode)
+    problems = build_problems(build, is_shown=is_shown)
+    if problems := problems or ([] if is_rehearsed else rehearsal_problems(build)):
         return print_problems(problems)
-    show_model(build)
+    if is_shown:
+        print_summary(build.summary, file=sys.stderr, is_short=True)
     return config
 
 

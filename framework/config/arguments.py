@@ -30,7 +30,6 @@ _REFUSED = {
 }
 COMMANDS = {  # actions that compose no run, imported when they are used: a run needs none of them
     "init": "framework.main.init",
-    "convert": "framework.cli.convert.convert",
     "promote": "framework.cli.promote.promote",
     "schema": "framework.config.generate.print_schema",
     "show": "framework.cli.about_runs.show",

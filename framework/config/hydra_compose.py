@@ -78,17 +78,11 @@ def is_multirun(overrides: list[str]) -> bool:
     given = [override.value() for override in map(parse, overrides) if override and override.key_or_group == "hydra.mode"]
     if given:
         return str(given[-1]) == "MULTIRUN"
-    settings = _settings(overrides)
+    settings = hydra_node(overrides)
     return settings is not None and settings.mode == RunMode.MULTIRUN
 
 
-def has_callbacks(overrides: list[str]) -> bool:
-    """Return whether the line or its files have `hydra.callbacks`."""
-    settings = _settings(overrides)
-    return settings is not None and bool(settings.callbacks)
-
-
-def _settings(overrides: list[str]) -> DictConfig | None:
+def hydra_node(overrides: list[str]) -> DictConfig | None:
     """Return Hydra's own node of a line, read-only. None for a faulty file: the composition of the run reports it."""
     try:
         files = composed_files(tuple(folders()), config_name(), tuple(sort_overrides(overrides)[0]))

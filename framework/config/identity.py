@@ -3,7 +3,7 @@
 import ast
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,14 +123,13 @@ def _with_numbers(value: Any, *, as_configs: bool = False) -> Any:
     if "_target_" in value and "_convert_" in value:
         as_configs = value["_convert_"] == "none"
         value = {key: item for key, item in value.items() if key != "_convert_" or as_configs != was}
-    return {key: _whole(item) if key in numbers else _with_numbers(item, as_configs=as_configs) for key, item in value.items()}
+    return {
+        key: mapped(item, _whole) if key in numbers else _with_numbers(item, as_configs=as_configs)
+        for key, item in value.items()
+    }
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_whole(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
+def _whole(value: Any, _: str) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -176,6 +175,13 @@ def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def mapped(value: Any, act: Callable[[Any, str], Any], *, key: str = "") -> Any:
+    """Return nested data with `act(value, key)` for each value in its mappings and lists. An item has the key of its list."""
+    if isinstance(value, dict):
+        return {name: mapped(item, act, key=f"{key}.{name}" if key else name) for name, item in value.items()}
+    return [mapped(item, act, key=key) for item in value] if isinstance(value, list) else act(value, key)
 
 
 # --- the arguments of a target, by its source

@@ -16,7 +16,7 @@ from framework.config.launch import SlurmSection
 from framework.config.modes import folder_of
 from framework.config.schema import RunConfig, RunSection
 from framework.launch.claim import ClaimedRun, claim
-from framework.preflight.slurm import JobRequest, slurm_section
+from framework.preflight.slurm import JobRequest
 from framework.runs.directory import RunDirectory
 from framework.runs.status import queued_jobs
 from framework.runtime import log, slurm
@@ -206,19 +206,20 @@ def take_node(path: str, digest: str) -> int:
     PREEMPTION.speaks = task.node == 0
     PREEMPTION.watch()
     config = thaw(FrozenConfig(Path(path), digest))
-    directory = RunDirectory(folder_of(config.run, config.mode))
+    directory, asked = RunDirectory(folder_of(config.run, config.mode)), config.launch.slurm
+    may_requeue = asked is not None and asked.requeue
     try:
         code = take_part(config, attempt=[task.job_id, task.restarts], is_first=task.node == 0)
     except StoreLost as lost:
         LOGGER.error("%s", lost)
         first = Lock(meeting_folder(directory.path))  # of the first node: if it is held for seconds, this node cannot reach it
         if comes_true(lambda: not first.is_held, within_s=8.0):
-            _conclude(task, directory, may_requeue=slurm_section(config.launch).requeue, is_lost=True)
+            _conclude(task, directory, may_requeue=may_requeue, is_lost=True)
         return lost.code
     if code == Exit.FINISHED and task.node == 0 and directory.read_summary().get("status") == "queued":
         directory.record_end(status="finished")  # an evaluation keeps no summary
     if code == Exit.PREEMPTED and task.node == 0:
-        _conclude(task, directory, may_requeue=slurm_section(config.launch).requeue)
+        _conclude(task, directory, may_requeue=may_requeue)
     return code
 
 

@@ -45,7 +45,8 @@ class Console:
     def log(self, row: dict[str, Any]) -> None:
         now, is_training = time.monotonic(), row["split"] == "train"
         if is_training and row["step"] < self._total_steps:
-            if now - self._shown_at < self._pause_s(now):
+            slowly_s = min(_RARELY_S, max(_LINE_EVERY_S, _SHARE * (now - self._start)))
+            if now - self._shown_at < (slowly_s if self._terminal is None else _UPDATE_EVERY_S):
                 return  # small models make thousands of steps per second
             self._shown_at = now
         if self._terminal is not None and is_training:
@@ -61,11 +62,6 @@ class Console:
         else:
             to_files(text, level=logging.INFO)
             self._terminal.add_row(row)
-
-    def _pause_s(self, now: float) -> float:
-        if self._terminal is not None:
-            return _UPDATE_EVERY_S
-        return min(_RARELY_S, max(_LINE_EVERY_S, _SHARE * (now - self._start)))
 
     def close(self, summary: dict[str, Any]) -> None:
         if self._terminal is not None:

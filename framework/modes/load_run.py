@@ -45,12 +45,11 @@ def load_run(build: Builder) -> LoadedModel:
     module = build.model()
     switch_off_dropout(module)
     path = directory.checkpoint_path(build.config.run.checkpoint)
-    if path is not None and step_of(path) is None:
-        fault = _load_weights(path, module)
-        step = directory.read_summary().get("step") if path == directory.weights else None
-    else:
+    if path is None or step_of(path) is not None:
         path = _verified(path, build)
-        fault, step = _load(path, module), step_of(path)
+    fault, step = _load(path, module), step_of(path)
+    if path == directory.weights:
+        step = directory.read_summary().get("step")
     for found in filter(None, world.agreement.distinct(fault).values()):
         raise NoValidCheckpoint(f"{path}: {found}")
     return LoadedModel(module, path, step)
@@ -75,20 +74,17 @@ def _verified(path: Path | None, build: Builder) -> Path:
 
 
 def _load(path: Path, module: nn.Module) -> str:
+    """Load a checkpoint, or a file of weights. Return why this is not possible, or an empty text."""
+    is_file = step_of(path) is None
     try:
+        if is_file:
+            fit = load_file(path, module)
+            return f"does not fit this run: {'; '.join(fit.faults)}" if fit.faults else ""
         load_evaluated(path, module=module)
         set_extra_state(module, stored_plain_state(read_state(path)).extra)
     except ValueError as error:
         return f"does not fit this run: {error}"
-    except (OSError, SafetensorError, Invalid):
+    except (OSError, SafetensorError, Invalid) as error:
         gone = "the active run has deleted it meanwhile: give the command again"
-        return gone if not path.exists() else "could not be read"
+        return str(error) if is_file else gone if not path.exists() else "could not be read"
     return ""
-
-
-def _load_weights(path: Path, module: nn.Module) -> str:
-    try:
-        fit = load_file(path, module)
-    except Invalid as error:
-        return str(error)
-    return f"does not fit this run: {'; '.join(fit.faults)}" if fit.faults else ""

@@ -2,7 +2,6 @@
 
 import gc
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,13 @@ def predict(build: Builder) -> Exit:
             for step in until_signal(loader, world):
                 engine.evaluate(step)
                 _write(recording, file, world)
-            picture = partial(_finish, file, source, build.dataset, Path(f"{path}.png")) if file else lambda: None
-            world.agreement.on_rank_0(picture, what="the predictions not written")
+
+            def finish() -> None:
+                if file is not None:
+                    file.commit()
+                    write_picture(stored_samples(source, build.dataset), Path(f"{path}.png"))
+
+            world.agreement.on_rank_0(finish, what="the predictions not written")
     finally:
         loader.close()
         # DDP's reducer and the shards must be deleted before their process groups, because exit can hang (pytorch#56297)
@@ -54,11 +58,6 @@ def predict(build: Builder) -> Exit:
     if file is not None:
         print(f"{len(source)} predictions ({file.content}): {path}.jsonl, {path}.safetensors", flush=True)
     return Exit.FINISHED
-
-
-def _finish(file: PredictionsFile, source: Source, dataset: Any, picture: Path) -> None:
-    file.commit()
-    write_picture(stored_samples(source, dataset), picture)
 
 
 def _samples(build: Builder) -> tuple[list[str], Source]:

@@ -102,7 +102,7 @@ def _continue(trainer: Trainer, build: Builder) -> dict[str, Any]:
     """
     directory, world = build.directory, build.world
     data = DataRecord(build.config.run, Provenance(directory.path), world, build.config.seed, trainer.splits)
-    found = trainer.saver.store.newest_valid(unfit=partial(_foreign_or_unfit, trainer, build.config.run.id))
+    found = trainer.saver.store.newest_valid(unfit=partial(_unfit, trainer, run_id=build.config.run.id))
     resume = build.config.run.resume
     elsewhere = None if resume in ("auto", "never", "must") else Path(resume)
     began = {"began_from": None} if found is None else {}
@@ -136,17 +136,12 @@ def _continue(trainer: Trainer, build: Builder) -> dict[str, Any]:
     return began
 
 
-def _foreign_or_unfit(trainer: Trainer, run_id: str, path: Path, state: dict[str, Any]) -> str | None:
-    """Return why a checkpoint in this run's directory cannot be loaded. NoValidCheckpoint if another run's. Collective."""
+def _unfit(trainer: Trainer, path: Path, state: dict[str, Any], *, run_id: str | None = None) -> str | None:
+    """Return why a checkpoint cannot be loaded into this run. NoValidCheckpoint if not of this `run_id`. Collective."""
     writer = str(state.get("record_id") or run_id).partition("-")[0]
-    if writer != run_id:
+    if run_id is not None and writer != run_id:
         what = f"{path} was written by another run ({writer}, this is {run_id})"
         raise NoValidCheckpoint(f"{what}; run.resume={path} starts from it, in a directory without checkpoints")
-    return _unfit(trainer, path, state)
-
-
-def _unfit(trainer: Trainer, path: Path, state: dict[str, Any]) -> str | None:
-    """Return why a checkpoint cannot be loaded into this run. Collective."""
     there, here = state["facts"], trainer.saver.facts
     differing = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in here | there
                  if there.get(name) != here.get(name)]  # fmt: skip

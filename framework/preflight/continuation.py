@@ -90,16 +90,16 @@ def _of_bytes(plain: list[Any]) -> list[Tensor]:
 
 
 class Continuation:
-    """The second run. `build` is a rehearsal's, `run` is the run's. Nothing may have been computed before in its process."""
+    """The second run. Nothing may have been computed before in its process."""
 
-    def __init__(self, build: Builder, *, run: Builder) -> None:
-        self._build, self._run = build.altered(parallel=SINGLE), run
+    def __init__(self, build: Builder) -> None:
+        self._build = build.altered(parallel=SINGLE)
 
     def compare(self, left: Sequence[Any]) -> list[Problem]:
         """Raise Refused for what is different from the first run, which has left this; return no other findings."""
         other_validation, other_later, outcomes = _of_bytes(left[0]), _of_bytes(left[1]), [Continued(*one) for one in left[2]]
         validation = validation_tensors(self._build)
-        self._samples = samples = TrainingSamples(self._build, run=self._run)
+        self._samples = samples = TrainingSamples(self._build)
         later, self._following = samples.later(), samples.step(BEFORE)
         samples.compare(later, other_later)
         if not same_tensors(validation, other_validation):

@@ -18,10 +18,11 @@ from framework.runtime.problem import Problem
 
 
 class Cutting:
-    """A search for dependence on the cut. `build` is a rehearsal's, `run` is the run's."""
+    """A search for dependence on the cut."""
 
-    def __init__(self, build: Builder, samples: TrainingSamples, *, run: Builder) -> None:
-        self._player, self._samples, self._of_run = Player(build, sources={"train": samples.source}), samples, run.config
+    def __init__(self, build: Builder, samples: TrainingSamples) -> None:
+        self._player, self._samples = Player(build, sources={"train": samples.source}), samples
+        self._of_run = build.of_run.config
         self._size = build.config.global_batch_size // 2
         # in the run, a micro-batch is a process's share of a step
         depends = self._of_run.micro_batch_size == "auto" or self._of_run.launch.most_processes > 1

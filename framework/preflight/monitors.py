@@ -1,6 +1,7 @@
 """The column that a run monitors, and whether more of it is better."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from framework.build import components
 from framework.build.splits import names_of_validations, validations
@@ -26,34 +27,23 @@ def mode_of_monitor(
             evaluated = names_of_validations(dataset, built=components.dataset(dataset))
         except Exception as error:  # the user's data are loaded
             return None, [Problem.of_error("dataset", error)]
-    known = {"loss": False} | _of_task(task)
+    known: dict[str, bool | None] = {"loss": False}
+    with suppress(ValueError):  # reported elsewhere
+        found = getattr(locate(str(task.get("_target_"))), "higher_is_better", None)
+        known |= found if isinstance(found, Mapping) else dict.fromkeys(MAXIMISED, True)
     choices = [f"{one}/{column}" for one in (*evaluated, "train") for column in (*known, *(metric if one != "train" else ()))]
-    close = f"; {found}" if (found := did_you_mean(section.monitor, choices)) else ""
+    close = f"; {meant}" if (meant := did_you_mean(section.monitor, choices)) else ""
     if not name or split not in (*evaluated, "train"):
         return None, [Problem(f"{key}.monitor", f"{section.monitor!r} is not valid", f"one of {', '.join(choices)}{close}")]
     if section.mode is not None:
         return section.mode, []
     more = known.get(name)
     if split != "train" and (own := [other for other in metric if name == other or name.startswith(f"{other}_")]):
-        more = _of_metric(max(own, key=len), metric)
+        named, more = max(own, key=len), None
+        with suppress(ValueError):  # reported elsewhere
+            more = components.metrics({named: metric[named]})[named].higher_is_better
     if more is None:
         what = f"null, but it is not known whether a higher or lower {section.monitor} is better"
         columns = f"; a metric's columns are called {', '.join(metric)}, or NAME_KEY where it has several" if metric else ""
         return None, [Problem(f"{key}.mode", what, f"min or max{columns}{close}")]
     return "max" if more else "min", []
-
-
-def _of_task(task: Node) -> dict[str, bool]:
-    """Return the metrics of which the task says whether more is better."""
-    try:
-        found = getattr(locate(str(task.get("_target_"))), "higher_is_better", None)
-    except ValueError:  # reported elsewhere
-        return {}
-    return {**found} if isinstance(found, Mapping) else dict.fromkeys(MAXIMISED, True)
-
-
-def _of_metric(name: str, metric: Mapping[str, Node]) -> bool | None:
-    try:
-        return components.metrics({name: metric[name]})[name].higher_is_better
-    except ValueError:  # reported elsewhere
-        return None

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,34 +12,32 @@ from framework.build import components
 from framework.build.schedules import EACH_STEP, schedule
 from framework.checkpoint.plain_state import NotSerializable, changed_values, encoded
 from framework.config.schema import Node
-from framework.engine.seam import Demands
 from framework.optim.optimizers import Trainable, check_groups, hidden_matrices, rules_of, trainable
 from framework.optim.turns import check_turns, turns_of
 from framework.optim.update import averages_itself, group_values
+from framework.preflight.refused import Refused, refusing
 from framework.runtime.problem import Problem, shown
 
 
-def turns_problems(model: nn.Module, optimizer: Node, demands: Demands) -> list[Problem]:
+def require_turns(model: nn.Module, optimizer: Node, *, precision: str, divergence: str) -> None:
     """Refuse turns that do not divide the trained parameters, and options that would skip or scale a part of a step."""
-    try:
-        if turns := turns_of(optimizer):
-            check_turns(turns, names=[item.name for item in trainable(model, hidden=())])
-    except ValueError as error:
-        return [Problem.of_line(f"optimizer.{error}")]
-    if turns and demands.scales_loss:
-        return [
-            Problem("precision", "fp16, but its loss scale needs whole steps, and optimizer.turns divides them", "bf16 or fp32")
-        ]
-    if turns and demands.recovers == "skip":
+    with refusing(ValueError, to=lambda error: Problem.of_line(f"optimizer.{error}")):
+        if not (turns := turns_of(optimizer)):
+            return
+        check_turns(turns, names=[item.name for item in trainable(model, hidden=())])
+    if precision == "fp16":
+        raise Refused(
+            "precision", "fp16, but its loss scale needs whole steps, and optimizer.turns divides them", "bf16 or fp32"
+        )
+    if divergence == "skip":
         what = "skip, but a step of several turns can fail in the middle, after an update"
-        return [Problem("trainer.divergence.action", what, "raise or rollback")]
-    return []
+        raise Refused("trainer.divergence.action", what, "raise or rollback")
 
 
-def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> list[Problem]:
-    """Refuse an optimizer that cannot be built or take a step, or with a state that a checkpoint cannot hold."""
+def require_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> torch.optim.Optimizer:
+    """Return the optimizer. Refuse one that cannot be built or take a step, or with a state that a checkpoint cannot hold."""
     trained = trainable(model, hidden=hidden_matrices(model))
-    try:
+    with refusing(Exception, SystemExit, to=partial(Problem.of_error, "optimizer")):  # a user's optimizer may raise anything
         build = components.optimizer_builder(optimizer)
         built = build(trained)
         if groups := optimizer.get("groups"):
@@ -51,16 +50,11 @@ def optimizer_problems(model: nn.Module, optimizer: Node, scheduler: Node) -> li
         if fault := _step_fault(build(_small(trained, optimizer))):
             keeps = "an optimizer that keeps numbers, text and tensors, in lists or dictionaries"
             expected = "another optimizer, such as AdamW; for SAM, part=sharpness" if fault == _CLOSURE else keeps
-            return [Problem("optimizer", f"{type(built).__name__} {fault}", expected)]
-    except (Exception, SystemExit) as error:  # a user's optimizer may raise anything
-        return [Problem.of_error("optimizer", error)]
-    try:
-        lr = optimizer.get("lr", built.param_groups[0]["lr"])
-        groups = built.param_groups
+            raise Refused("optimizer", f"{type(built).__name__} {fault}", expected)
+    with refusing(Exception, to=partial(Problem.of_error, "scheduler")):
+        lr, groups = optimizer.get("lr", built.param_groups[0]["lr"]), built.param_groups
         schedule(scheduler, total_steps=100, lr=lr, groups=groups, order=EACH_STEP)(1)
-    except Exception as error:
-        return [Problem.of_error("scheduler", error)]
-    return []
+    return built
 
 
 def _small(trained: Sequence[Trainable], optimizer: Node) -> list[Trainable]:

@@ -1,8 +1,9 @@
-"""The exception that ends a rehearsal with a problem, and the exceptions of the user's code that become one."""
+"""The exception that ends a dry build or a rehearsal with a problem, and the exceptions of the user's code that become one."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -12,11 +13,33 @@ from framework.runtime.problem import Problem
 
 
 class Refused(Exception):
-    """The exception that ends a rehearsal with a problem."""
+    """The exception that ends a dry build or a rehearsal with a problem. A component's node may have several."""
 
-    def __init__(self, key: str, what: str, cure: str, *, is_certain: bool = True) -> None:
+    def __init__(self, key: str, what: str, cure: str = "", *, is_certain: bool = True) -> None:
         super().__init__(what)
-        self.problem = Problem(key, what, cure, is_warning=not is_certain)
+        self.problems = [Problem(key, what, cure, is_warning=not is_certain)]
+
+    @classmethod
+    def of(cls, problems: list[Problem]) -> "Refused":
+        refused = cls("", "")
+        refused.problems = problems
+        return refused
+
+    @property
+    def problem(self) -> Problem:
+        return self.problems[0]
+
+
+@contextmanager
+def refusing(*kinds: type[BaseException], to: Callable[[Any], Problem | list[Problem]]) -> Iterator[None]:
+    """Refuse what raises an exception of these kinds inside, with the problems `to` which the exception is turned."""
+    try:
+        yield
+    except Refused:
+        raise
+    except kinds as error:
+        found = to(error)
+        raise Refused.of(found if isinstance(found, list) else [found]) from error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 
 from framework.build.training import Builder
 from framework.config.frozen_file import digest_of
+from framework.config.identity import mapped
 from framework.preflight.child import ChildFailure, in_child
 from framework.preflight.comparison import compare
 from framework.preflight.continuation import Continuation
@@ -51,13 +52,11 @@ def subject(build: Builder) -> str:
     """Return a hash of what a rehearsal depends on. For an optimizer's and a schedule's numbers, this is whether they are 0."""
     config = build.config
     kept = {name: value for name, value in config.plain().items() if name not in _NOT_REHEARSED}
-    kept |= {"optimizer": _signs(config.optimizer), "scheduler": _signs(config.scheduler)}
+    kept |= {name: mapped(kept[name], _sign) for name in ("optimizer", "scheduler")}
     return digest_of(kept | {"processes": config.launch.most_processes})
 
 
-def _signs(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _signs(item) for name, item in value.items()}
+def _sign(value: Any, _: str) -> Any:
     return math.copysign(1.0, value) if isinstance(value, float) and value else value
 
 
@@ -74,10 +73,10 @@ def perform(build: Builder) -> tuple[list[Problem], str]:
     """
     config, found = build.config, list[Problem]()
     unchecked = _lack_of_memory(build)
-    num_threads = 1 if build.num_parameters < _FOR_ONE_THREAD else len(cpus())
+    num_threads = 1 if _num_parameters(build) < _FOR_ONE_THREAD else len(cpus())
     works: list[tuple[Callable[[Builder, Any], _Answer], str]] = [
-        (lambda small, _: Trial(small, run=build).run(), _RESUMES),
-        (lambda small, left: (Continuation(small, run=build).compare(left), None), _RESUMES),
+        (lambda small, _: Trial(small).run(), _RESUMES),
+        (lambda small, left: (Continuation(small).compare(left), None), _RESUMES),
     ]
     if config.launch.most_processes > 1:
         works.append((lambda small, _: (compare(small), None), _SCALES))
@@ -126,10 +125,14 @@ def _with_rest(why: str, works: Sequence[tuple[object, str]]) -> str:
     return f"{why}; it is not checked whether {' and '.join(dict.fromkeys(checked for _, checked in works))}"
 
 
+def _num_parameters(build: Builder) -> int:
+    return build.summary[0]["parameters"] if build.summary else 0
+
+
 def _lack_of_memory(build: Builder) -> str:
     """Return why a rehearsal's models would not fit into half of the free memory, or ""."""
     # two models, each with gradients and an optimizer's two numbers for a weight; twice as wide in float64
-    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * build.num_parameters
+    needed = 2 * 4 * 4 * (1 if build.config.launch.most_processes == 1 else 2) * _num_parameters(build)
     free = available_memory()
     return f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
 

@@ -23,12 +23,6 @@ from framework.runtime.problem import Problem, missing_extra, shown
 from framework.runtime.slurm import SlurmFailed, SlurmSilent
 
 
-def slurm_section(launch: LaunchSection) -> SlurmSection:
-    """Return the section that exists with launch=slurm."""
-    assert launch.slurm is not None
-    return launch.slurm
-
-
 @dataclass(frozen=True)
 class JobRequest:
     """A run's request to Slurm. SlurmFailed if it depends on the cluster and Slurm does not answer."""
@@ -46,7 +40,8 @@ class JobRequest:
 
     @property
     def asked(self) -> SlurmSection:
-        return slurm_section(self.launch)
+        assert self.launch.slurm is not None  # it exists with launch=slurm
+        return self.launch.slurm
 
     def options(self, *, job_name: str) -> dict[str, Any]:
         """Return sbatch's long options by name, True for an option without a value."""

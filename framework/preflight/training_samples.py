@@ -27,15 +27,12 @@ _MOST_WORKERS = 4  # loader processes
 
 
 class TrainingSamples:
-    """The first steps of a run, on one process. Each method raises Refused for data that no run could repeat.
+    """The first steps of a run, on one process. Each method raises Refused for data that no run could repeat."""
 
-    `build` is a rehearsal's, `run` is the run's.
-    """
-
-    def __init__(self, build: Builder, *, run: Builder) -> None:
+    def __init__(self, build: Builder) -> None:
         with blamed("dataset", "its training split cannot be loaded", "see dataset.*"):
             self.source = build.source("train")
-        self._build, self._run = in_whole_batches(build, self.source), run
+        self._build, self._run = in_whole_batches(build, self.source), build.of_run
 
     def _loader(self, *, num_workers: int = 0, micro_batch_size: int | None = None) -> Loader:
         with blamed("sampler", "it cannot order this data", "see sampler.*"):
@@ -148,7 +145,7 @@ class TrainingSamples:
     def compare(self, mine: list[Tensor], others: list[Tensor]) -> None:
         """Refuse data with a memory, if the results of `later` differ in two processes, each of which has loaded the data."""
         if not same_tensors(mine, others):
-            one, again = (TrainingSamples(self._build, run=self._run)._loader().train_step(0) for _ in range(2))
+            one, again = (TrainingSamples(self._build)._loader().train_step(0) for _ in range(2))
             if not equal(one, again):
                 raise differs_when_loaded("train")
             what = "a sample depends on the samples before: it keeps its draws, or counts"

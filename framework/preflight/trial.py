@@ -29,17 +29,16 @@ _SYNC = "use nn.BatchNorm2d, with trainer.sync_batchnorm=true"
 class Trial:
     """A few steps of a run on one process."""
 
-    def __init__(self, build: Builder, *, run: Builder) -> None:
-        """`build` is a rehearsal's, `run` is the run's."""
-        self.build, self.of_run = build.altered(parallel=SINGLE), run
+    def __init__(self, build: Builder) -> None:
+        self.build = build.altered(parallel=SINGLE)
         self.num_processes = build.config.launch.most_processes
 
     def run(self) -> tuple[list[Problem], Sequence[Any]]:
         """Raise Refused for a problem that breaks the run's promise; return possible problems, and data for the second run."""
-        self.samples = TrainingSamples(self.build, run=self.of_run)
+        self.samples = TrainingSamples(self.build)
         steps = self.samples.fetch(BEFORE + 1)
         validation, later = validation_tensors(self.build), self.samples.later()
-        cutting = Cutting(self.build, self.samples, run=self.of_run)
+        cutting = Cutting(self.build, self.samples)
         first = Player(self.build, sources={"train": self.samples.source})
         self._require_drawn(first)
         self._look_at_kinds(first)

@@ -1,7 +1,6 @@
 """`curves.png`: a run's loss and metrics over its steps, from metrics.jsonl. Below them: curves of the training itself."""
 
 import io
-import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -47,23 +46,23 @@ def _figure(metrics: Path, *, title: str, restarts: list[int], monitor: str, mod
     large = [name for name in names if name in ("loss", monitor.partition("/")[2]) or not _is_flat(panels[name])] or names
     small = [name for name in (*names, *_ASIDE) if name in panels and name not in large]
     across = 2 * min(_ACROSS, len(large))
-    num_rows = [math.ceil(2 * len(large) / across), math.ceil(len(small) / across)]
-    heights = [height for height, count in zip((_LARGE, _SMALL), num_rows) for _ in range(count)]
+    places = _in_rows([name for name in large for _ in range(2)], across), _in_rows(small, across)
+    heights = [height for height, rows in zip((_LARGE, _SMALL), places) for _ in rows]
     width, height = across * (_WIDTH + _BESIDE), 0.3 + sum(heights) + _BELOW * len(heights)
     figure = Figure(figsize=(width, height))
     figure.text(0.5, 1 - 0.1 / height, title, fontsize=10, ha="center", va="top")
-    grid = figure.add_gridspec(
-        len(heights), across, height_ratios=heights, left=0.6 / width, right=1 - 0.15 / width, bottom=0.5 / height,
-        top=1 - 0.7 / height, wspace=_BESIDE / _WIDTH, hspace=_BELOW * len(heights) / sum(heights),
-    )  # fmt: skip
+    margins = {"left": 0.6 / width, "right": 1 - 0.15 / width, "bottom": 0.5 / height, "top": 1 - 0.7 / height,
+               "wspace": _BESIDE / _WIDTH, "hspace": _BELOW * len(heights) / sum(heights)}  # fmt: skip
+    all_axes = figure.subplot_mosaic([*places[0], *places[1]], height_ratios=heights, empty_sentinel=None, gridspec_kw=margins)
     colors = _colors({split for panel in panels.values() for split in panel})
-    for number, name in enumerate(large):
-        row, place = divmod(2 * number, across)
-        _draw_metric(figure.add_subplot(grid[row, place : place + 2]), name, panels[name], colors, restarts)
-    for number, name in enumerate(small):
-        row, place = divmod(number, across)
-        _draw_aside(figure.add_subplot(grid[num_rows[0] + row, place]), name, panels[name], colors, restarts)
+    for name, axes in all_axes.items():
+        _draw(axes, name, panels[name], colors, restarts, is_large=name in large)
     return figure
+
+
+def _in_rows(names: list[str], across: int) -> list[Any]:
+    padded = [*names, *[None] * (-len(names) % across)]
+    return [padded[first : first + across] for first in range(0, len(padded), across)]
 
 
 def _is_flat(of_splits: dict[str, Series]) -> bool:
@@ -79,30 +78,28 @@ def _colors(splits: set[str]) -> dict[str, str]:
     return _SPLITS | {split: _OTHERS[number % len(_OTHERS)] for number, split in enumerate(others)}
 
 
-def _draw_metric(axes: Any, name: str, of_splits: dict[str, Series], colors: dict[str, str], restarts: list[int]) -> None:
+def _draw(
+    axes: Any, name: str, of_splits: dict[str, Series], colors: dict[str, str], restarts: list[int], *, is_large: bool
+) -> None:
     for split in filter(of_splits.__contains__, colors):
         series, color = of_splits[split], colors[split]
-        marker = "o" if len(series.steps) < 30 else None
-        axes.plot(series.steps, series.values, color=color, label=split, marker=marker, markersize=3, linewidth=1.2)
-        if split == "val":
+        marker = "o" if is_large and len(series.steps) < 30 else None
+        axes.plot(
+            series.steps, series.values, color=color, label=split, marker=marker, markersize=3, linewidth=1 + 0.2 * is_large
+        )
+        if is_large and split == "val":
             best, step = series.best, series.best_step
             axes.plot([step], [best], "*", color=color, markersize=11, label=f"best {best:.4g} at {step}")
     for index, step in enumerate(restarts):
         axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1, label="restart" if index == 0 else None)
-    axes.set(xlabel="step", title=name)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-
-
-def _draw_aside(axes: Any, name: str, of_splits: dict[str, Series], colors: dict[str, str], restarts: list[int]) -> None:
-    for split in filter(of_splits.__contains__, colors):
-        axes.plot(of_splits[split].steps, of_splits[split].values, color=colors[split], label=split, linewidth=1)
-    for step in restarts:
-        axes.axvline(step, color="#ff7f0e", linestyle=":", linewidth=1, zorder=1)
-    axes.set_title(name, fontsize=9)
-    axes.tick_params(labelsize=7)
-    axes.yaxis.get_offset_text().set_size(7)
-    axes.grid(alpha=0.3)
+    if is_large:
+        axes.set(xlabel="step", title=name)
+        axes.legend(frameon=False)
+    else:
+        axes.set_title(name, fontsize=9)
+        axes.tick_params(labelsize=7)
+        axes.yaxis.get_offset_text().set_size(7)
 
 
 # --- pictures

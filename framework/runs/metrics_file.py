@@ -5,7 +5,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,12 +41,6 @@ def in_digits(value: float | None) -> str:
     if value is None:
         return "nan"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
-
-
-def in_units(value: float, units: Sequence[str], *, base: int) -> str:
-    """Return a number with three digits and the largest fitting unit; each is `base` times the unit before it."""
-    power = min(len(units) - 1, int(math.log(max(value, 1), base)))
-    return f"{value / base**power:.3g}{units[power]}"
 
 
 def number(value: Any) -> float:
@@ -138,39 +132,19 @@ class MetricsFile:
         self._file.close()
 
 
-def read_rows(path: Path, *, until: float = math.inf) -> list[Row]:
-    """Return the rows of a `metrics.jsonl` until a step, in order. Skip damaged rows (a crash may cut a line)."""
-    return [numbers_of(row) for row in iterate_rows(path, until=until)]
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a `metrics.jsonl`, in order, without their lists of numbers."""
+    return [numbers_of(row) for row in iterate_rows(path)]
 
 
 def iterate_rows(path: Path, *, until: float = math.inf) -> Iterator[Row]:
     """Yield the rows of a `metrics.jsonl` until a step with their lists of numbers. Nothing, if there is no file."""
     if path.is_file():
         with open(path, "rb") as file:
-            yield from (row for row in _whole_rows(file) if row["step"] <= until)
+            yield from (row for row in rows_in(file) if row["step"] <= until)
 
 
 TRAIN_ROW = b'"split": "train"'
-
-
-class Histogram(NamedTuple):
-    """How many of a tensor's values lie in each of equal bins between `lowest` and `highest`."""
-
-    lowest: float
-    highest: float
-    counts: list[int]
-
-    @property
-    def edges(self) -> list[float]:
-        """The limits of the bins: one more than the number of bins."""
-        width = (self.highest - self.lowest) / len(self.counts)
-        return [self.lowest + width * number for number in range(len(self.counts))] + [self.highest]
-
-
-def histograms(row: Row) -> dict[str, Histogram]:
-    """Return a row's histograms (from extras/parts/histograms.py), as `weights/NAME` and `gradients/NAME`."""
-    return {f"{name.partition('_')[0]}s/{name.partition(':')[2]}": Histogram(*value) for name, value in row.items()
-            if name.startswith(("weight_histogram:", "gradient_histogram:"))}  # fmt: skip
 
 
 def scalars(row: Row) -> dict[str, float]:
@@ -186,15 +160,14 @@ def numbers_of(row: Row) -> Row:
 
 def last_rows(path: Path) -> list[Row]:
     """Return some hundred rows from the end of a file, or [] if the file cannot be read."""
-    try:
-        return rows_in(tail(path, num_bytes=1 << 16))
-    except OSError:
-        return []
+    with contextlib.suppress(OSError):
+        return [*rows_in(tail(path, num_bytes=1 << 16).splitlines())]
+    return []
 
 
-def rows_in(content: bytes) -> list[Row]:
-    """Return the rows in the lines of `content`, without their lists of numbers."""
-    return [numbers_of(row) for row in _whole_rows(content.splitlines())]
+def rows_in(lines: Iterable[bytes]) -> Iterator[Row]:
+    """Yield the rows in lines. Skip damaged lines (a crash may cut one)."""
+    return (row for row in map(row_in, lines) if row is not None)
 
 
 _KINDS = {str, int, float, bool, list, type(None)}
@@ -206,22 +179,14 @@ def row_in(line: bytes) -> Row | None:
         row = json.loads(line.decode())  # for bytes, json would search for the encoding
     except (ValueError, RecursionError):
         return None
-    return row if _is_row(row) else None
-
-
-def _whole_rows(lines: Iterable[bytes]) -> Iterator[Row]:
-    return (row for row in map(row_in, lines) if row is not None)
+    if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)):
+        return None
+    kinds = [type(value) for value in row.values()]
+    return row if kinds.count(str) == 1 and _KINDS.issuperset(kinds) else None  # the split is the only text
 
 
 def _line(row: Row) -> bytes:
     return (json.dumps(row) + "\n").encode()
-
-
-def _is_row(row: Any) -> bool:
-    if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)):
-        return False
-    kinds = [type(value) for value in row.values()]
-    return kinds.count(str) == 1 and _KINDS.issuperset(kinds)  # the split is the only text
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -205,4 +205,4 @@ class Watched:
         except FileNotFoundError:
             return []
         self._offset += len(whole + newline)
-        return rows_in(whole)
+        return [*rows_in(whole.splitlines())]

@@ -363,7 +363,7 @@ def test_without_submitit_a_job_is_refused_before_the_rehearsal(
     def plant() -> None:
         sys.modules["submitit"] = None
         sys.modules.pop("framework.preflight.rehearsal", None)
-        monkeypatch.setattr("framework.preflight.dry_build.dry_build", lambda config: ([], 0))
+        monkeypatch.setattr("framework.preflight.dry_build.dry_build", lambda *_, **__: ([], []))
         monkeypatch.setattr("framework.preflight.rehearsal.rehearse", lambda *_, **__: pytest.fail("it has begun"))
 
     refused = command(*RUN, *TWO, "rehearse=true", root=tmp_path / "runs", before=plant)

@@ -1,14 +1,11 @@
 """`steadfast convert FILE [OUT]`: the weights in a file of torch.save, as safetensors. torch reads weights only."""
 
+import os
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from framework.runtime.exits import Exit
-from framework.runtime.files import replacing
-from framework.runtime.plain import Invalid, require_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +14,11 @@ _USAGE = "needs a file of torch.save, and a file to write (steadfast convert FIL
 _TRUST = "if you trust the file: torch.load() it, and torch.save() its state_dict()"
 
 
-def convert(arguments: list[str]) -> int:
+class Invalid(Exception):
+    """A file without weights that can be read. The message says why."""
+
+
+def main(arguments: list[str]) -> int:
     """Write the weights of a file of torch.save, and print what is left out. Return the exit code."""
     if not 1 <= len(arguments) <= 2 or any(argument.startswith("-") for argument in arguments):
         return _refused(_USAGE)
@@ -29,21 +30,30 @@ def convert(arguments: list[str]) -> int:
     if out.suffix != ".safetensors" or out.exists():
         return _refused(f"{out} {'exists already' if out.exists() else 'does not end with .safetensors'} (another OUT)")
     try:
-        require_file(path.resolve())
+        if not path.resolve(strict=True).is_file():
+            raise Invalid(f"is {'a directory' if path.is_dir() else 'a device or a pipe'} instead of a file")
         weights, where, lines = _weights(_loaded(path))
     except (Invalid, OSError) as error:
         return _refused(f"{path}: {f'cannot be read ({error.strerror})' if isinstance(error, OSError) else error}")
+    beside = out.with_name(f".{out.name}.{os.getpid()}")  # the whole file appears at once, or none
     try:
-        with replacing(out) as beside:
-            save_file(weights, beside, metadata={"format": "pt"})
+        beside.touch()
+        mode = beside.stat().st_mode  # of any new file; that of safetensors is for this user alone
+        save_file(weights, beside, metadata={"format": "pt"})
+        beside.chmod(mode)
+        os.replace(beside, out)
     except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
-        return _refused(f"{out} cannot be written ({error})", code=Exit.DISK)
+        beside.unlink(missing_ok=True)
+        return _refused(f"{out} cannot be written ({error})", code=_DISK)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     print(f"{out}: {len(weights)} tensors, {num_bytes:,} bytes{where}", *lines, sep="\n")
-    return Exit.FINISHED
+    return 0
 
 
-def _refused(what: str, *, code: Exit = Exit.CONFIGURATION) -> Exit:
+_CONFIGURATION, _DISK = 78, 74  # exit codes
+
+
+def _refused(what: str, *, code: int = _CONFIGURATION) -> int:
     print(f"convert: {what}", file=sys.stderr)
     return code
 
