@@ -222,6 +222,7 @@ def test_a_column_is_of_the_samples_and_not_what_the_dataset_calls_alike() -> No
     assert [source.column(name).tolist() for name in ("targets", "n", "ages")] == [[0, 1, 2], [0, 10, 20], [4, 5, 6]]
 
 
+@pytest.mark.slow
 def test_a_damaged_sample_is_named_and_skipped_only_if_asked(tmp_path: Path) -> None:
     line = [
         *RUN, *MAP, "+dataset.train.damaged=17", "+dataset.val._target_=tests.test_any_data.Pictures", "trainer.max_steps=9",

@@ -115,6 +115,7 @@ def test_killed_a_step_of_ones_own_ends_with_the_same_bits(task: str, strategy: 
     assert_survives_a_kill(*line, at=3, root=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
     line = [*own_step("Consistency"), "invariance=bitwise"]
     runs = [
@@ -145,6 +146,7 @@ def test_a_step_that_breaks_the_promise_is_refused_before_the_start(task: str, w
     assert expected in refused(*own_step(task), *words, "rehearse=true")
 
 
+@pytest.mark.slow
 def test_a_teacher_is_in_no_checkpoint_and_what_a_task_counts_in_a_buffer_is() -> None:
     assert not [name for name in tensors_of(once(*own_step("Distillation"))) if "teacher" in name]
     assert "task/centre" in tensors_of(once(*own_step("SelfDistillation")))

@@ -104,7 +104,7 @@ def test_a_model_that_does_not_fit_itself_is_not_tried_again(tmp_path: Path) -> 
     assert "starts again" not in failed.output
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "what"), [("dropout=0.5", "draws random numbers"), ("norm=batch", "couples the samples")])
 def test_layers_that_depend_on_the_cut_are_told(model: str, what: str, tmp_path: Path) -> None:
     line = ["model=cnn", f"model.{model}", "trainer.max_epochs=null", "trainer.max_steps=2", "micro_batch_size=auto"]

@@ -53,7 +53,7 @@ def test_any_number_of_processes_gives_the_same_bits(line: str, ranks: int, tmp_
     assert exact_rows(run) == exact_rows(one(line))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_so_does_a_sharded_optimizer(ranks: int, tmp_path: Path) -> None:
     run = finished(*LINES["cnn"], "parallel=zero", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")

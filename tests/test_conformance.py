@@ -141,7 +141,7 @@ def test_dropout_is_refused_where_it_would_depend_on_the_ranks(strategy: str) ->
 DROPOUT = [("pipeline", 2), ("ddp", 3), ("fsdp", 2), ("ddp+pp", 4)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), DROPOUT)
 def test_dropout_draws_the_same_wherever_its_layer_lies(strategy: str, ranks: int, tmp_path: Path) -> None:
     """In embeddings, in residual branches, and inside of attention, where it is a function and no layer."""
@@ -218,6 +218,7 @@ def test_without_a_micro_batch_size_models_without_batch_statistics_still_agree(
     assert "depend on the number of processes" not in run.output
 
 
+@pytest.mark.slow
 def test_a_model_with_batch_statistics_is_told_to_set_micro_batch_size(tmp_path: Path) -> None:
     line = [*WHOLE, "model.norm=batch", "model.dropout=0.5", "parallel=ddp", "launch.nproc_per_node=2"]
     run = finished(*line, "global_batch_size=8", "rehearse=true", root=tmp_path / "runs")

@@ -65,7 +65,7 @@ CASES = [("alone", moment) for moment in MOMENTS if moment != "accumulation"]
 CASES += [("two ranks", "training"), ("two ranks", "saving"), ("sweep", "training"), ("two jobs", "training")]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "moment"), CASES)
 def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"

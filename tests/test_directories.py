@@ -22,6 +22,7 @@ def test_a_directory_with_anything_that_is_no_run_s_is_not_taken(name: str, resu
     assert os.listdir(tmp_path) == ["home"] and os.listdir(home) == [name]
 
 
+@pytest.mark.slow
 def test_starting_over_leaves_what_a_user_has_put_into_the_directory(tmp_path: Path) -> None:
     first = finished(*RUN, "trainer.max_steps=2", root=tmp_path / "runs")
     mine = {".notes": "hidden", "notes.txt": "seen"}
@@ -58,6 +59,7 @@ def test_every_file_has_the_permissions_that_the_user_gives_to_new_files(umask: 
     assert {name: bits for name, bits in modes.items() if bits != mode and name not in private} == {}
 
 
+@pytest.mark.slow
 def test_a_pipe_among_the_pictures_is_no_picture(tmp_path: Path) -> None:
     Image = pytest.importorskip("PIL.Image")
     for number in range(60):

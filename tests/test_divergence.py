@@ -100,7 +100,7 @@ def left_out(strategy: str) -> Ended:
     return once(*LINE, *STRATEGIES[strategy], before=without_step_11)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"])
 @pytest.mark.parametrize("strategy", ["ddp 2", "fsdp 2"])
 def test_a_skipped_step_leaves_no_trace(strategy: str, fault: Callable[[], None], tmp_path: Path) -> None:
@@ -157,6 +157,7 @@ def test_a_rollback_goes_on_from_a_checkpoint_behind_the_bad_batch(
     assert ended.summary["num_divergences"] == 1
 
 
+@pytest.mark.slow
 def test_before_the_first_checkpoint_it_goes_back_to_the_beginning(tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "checkpoint.every=null"]
     ended = finished(*line, root=tmp_path / "runs", before=bad_batches(BAD))

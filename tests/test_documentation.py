@@ -131,6 +131,7 @@ def test_a_command_for_slurm_runs_and_so_does_its_job(command: Command, tmp_path
     assert states and set(states.values()) == {"finished"}, f"{states}\n{logs}"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "command",
     [command for command in ALONE if re.search(r"train\.py (?!.*mode=|-|draw )|train\.py -m (?!.*mode=)", command.line)][::3],

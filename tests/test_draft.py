@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.harness import Ended, refused, typed
 from tests.test_loop import TINY
 
@@ -15,6 +17,7 @@ def steps(ended: Ended) -> int:
     return json.loads((ended.root / "draft" / "summary.json").read_text())["step"]
 
 
+@pytest.mark.slow
 def test_a_draft_replaces_the_last_one_with_other_code_and_keys_and_becomes_a_run(tmp_path: Path) -> None:
     own = [
         *[word for word in DRAFT if not word.startswith("model")],

@@ -245,6 +245,7 @@ def test_a_damaged_checkpoint_is_refused_if_named_and_passed_over_if_not(tmp_pat
     assert evaluated(copy, root=tmp_path / "none")["step"] == 8
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     other = finished(*RUN, "model.dim=8", "trainer.max_epochs=1", root=tmp_path / "runs").directory
     for place, said in ((other / "checkpoints" / "step_00000004", "embedding.weight is torch.float64 [16, 8] in the checkpoint, "),
@@ -270,6 +271,7 @@ def test_a_signal_stops_it_and_nothing_is_written(ranks: int, tmp_path: Path) ->
     assert not (copy / "evaluations.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_other_data_are_measured_and_their_row_names_them(tmp_path: Path) -> None:
     def row(*words: str) -> dict[str, Any]:
         return evaluated(run().directory, *words, root=tmp_path / "none")

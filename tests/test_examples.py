@@ -61,7 +61,7 @@ def test_each_folder_is_tried() -> None:
     assert {path.name for path in (ROOT / "examples").iterdir() if path.is_dir()} == {"project", *EXAMPLES}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "how"), sorted(CELLS, key=lambda cell: cell != ("policy_gradient", "ddp 3")))
 def test_its_rows_are_the_same_on_any_number_of_processes(
     name: str, how: str, alone: Callable[[str], Ended], tmp_path: Path

@@ -133,6 +133,7 @@ def copied(run: Ended, folder: Path) -> Path:
     return folder / "copy"
 
 
+@pytest.mark.slow
 def test_a_program_that_computes_something_else_is_not_kept(tmp_path: Path) -> None:
     copy = copied(run("mlp"), tmp_path)
     line = ["mode=export", f"run.dir={copy}", "export.formats=[pt2]"]

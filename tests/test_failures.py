@@ -66,6 +66,7 @@ def test_a_check_that_exits_ends_no_command_with_0(tmp_path: Path) -> None:
     assert failed.code not in (0, 75) and "sys.exit(0)" in failed.output, failed.output
 
 
+@pytest.mark.slow
 def test_an_error_that_comes_again_is_not_tried_a_third_time(tmp_path: Path) -> None:
     failed = command(*RUN, *STRATEGIES["ddp 2"], root=tmp_path / "runs", before=lambda: plant_error(1))
     assert failed.code == 1

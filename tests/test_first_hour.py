@@ -12,6 +12,7 @@ from tests.test_conformance import MODELS, RUN
 TOKENS = [*RUN, *MODELS["gpt, tied"]]
 
 
+@pytest.mark.slow
 def test_a_run_of_a_few_batches_has_short_epochs_and_evaluations(tmp_path: Path) -> None:
     line = [*TOKENS, "trainer.limit_batches=2", "trainer.max_steps=null", "trainer.max_epochs=3", "trainer.eval_every=2"]
     ended = finished(*line, root=tmp_path / "runs")

@@ -44,7 +44,7 @@ def test_it_is_what_mode_predict_writes_of_the_first_samples_and_their_targets(t
         assert picture.width == 17 * picture.height
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"), [(name, *layouts(name)[0]) for name in ("ddp", "pipeline", "fsdp", "tensor", "pp+fsdp+tp")]
 )

@@ -110,6 +110,7 @@ def use_a_pool(is_heard_at_once: bool) -> tuple[list[int], bool]:
     return found, PREEMPTION.requested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_heard_at_once", [False, True])
 def test_a_pool_of_the_user_s_ends_its_processes_and_stops_no_run(is_heard_at_once: bool) -> None:
     assert in_child(lambda: use_a_pool(is_heard_at_once), limit_s=30.0) == ([1, 2], False)

@@ -246,7 +246,7 @@ LEFT_OUT = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "rank", "what", "options"), LEFT_OUT)
 def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_continues(
     strategy: str, rank: int, what: Callable[[Act], None], options: tuple[str, ...],

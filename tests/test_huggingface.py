@@ -115,6 +115,7 @@ def test_from_pretrained_loads_what_was_exported(kind: str, tmp_path: Path) -> N
 # --- LoRA
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_base_from_a_hub_trains_resumes_and_is_exported_alone(tmp_path: Path) -> None:
     import peft
 

@@ -113,7 +113,7 @@ CALLS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("where", "words"), [*zip(("file", "line"), CALLS), *zip(("line", "file"), CALLS)])
 def test_callbacks_are_called_once_around_a_run_or_a_sweep_and_each_of_its_jobs(
     where: str, words: tuple[str, ...], folder: Path

@@ -47,7 +47,7 @@ def own_conf(folder: Path) -> Callable[[], None]:
 # --- what is taken
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["folder", "index", "run"])
 def test_a_folder_or_an_index_is_its_files(named: str, tmp_path: Path) -> None:
     folder = sharded(first().weights, tmp_path / "hub")
@@ -57,6 +57,7 @@ def test_a_folder_or_an_index_is_its_files(named: str, tmp_path: Path) -> None:
     assert "24 of the model's 24 tensors" in run.output and "WARNING" not in run.output
 
 
+@pytest.mark.slow
 def test_entries_are_renamed_prefixed_and_transposed(tmp_path: Path) -> None:
     head = {"norm.weight": first().weights["norm.weight"], "norm.bias": first().weights["norm.bias"]}
     body = {name: value for name, value in first().weights.items() if name not in (*head, "head.weight")}

@@ -69,7 +69,7 @@ FAULTS = {  # a method of a sink, what it does, settings of its process, and wha
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_sink_that_fails_is_a_warning_and_the_run_and_other_sinks_go_on(fault: str, tmp_path: Path) -> None:
     method, act, settings, words = FAULTS[fault]

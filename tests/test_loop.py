@@ -74,6 +74,7 @@ STOPPING = [*TINY, "trainer.max_epochs=10", "trainer.eval_every=2", "trainer.ear
 LOSSES = [2.0, 1.5, 1.6, 1.4, 1.4, 1.5, 1.4, 0.1, 0.1, 0.1]  # at steps 2, 4, ...: no better than at 8 until 14
 
 
+@pytest.mark.slow
 def test_early_stopping_and_the_best_checkpoints_go_on_through_a_resume_on_several_processes(tmp_path: Path) -> None:
     line = [*STOPPING, "checkpoint.keep_last=1", "checkpoint.keep_best=2", "checkpoint.every=null", "parallel=ddp",
             "launch.nproc_per_node=3"]  # fmt: skip
@@ -107,6 +108,7 @@ EVERY_FOURTH = ["checkpoint.every=4", "checkpoint.keep_last=2", "checkpoint.keep
 MAXIMUM = ["checkpoint.every=null", "checkpoint.keep_last=1", "checkpoint.keep_best=2", "checkpoint.mode=max"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "losses", "steps"),
     [
@@ -125,6 +127,7 @@ def test_the_best_checkpoints_are_kept_beside_the_last(
     assert read_state(best)["monitor"] == losses[steps[0] // 2 - 1]
 
 
+@pytest.mark.slow
 def test_the_best_by_a_training_metric_are_kept(tmp_path: Path) -> None:
     line = [*TINY, "checkpoint.monitor=train/loss", "checkpoint.keep_best=2", "checkpoint.every=null", "trainer.log_every=1"]
     run = finished(*line, root=tmp_path / "runs")
@@ -324,6 +327,7 @@ def test_the_panels_are_the_losses_and_metrics_with_every_split(tmp_path: Path, 
         assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [4, 9]
 
 
+@pytest.mark.slow
 def test_the_summary_tells_at_which_steps_the_run_was_continued(tmp_path: Path) -> None:
     for step in (6, 9):
         stopped = command(*BASE, root=tmp_path / "runs", before=after_step(step, preempt))

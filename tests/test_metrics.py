@@ -201,6 +201,7 @@ def test_what_is_slow_shows_in_its_part_of_the_step(part: str, tmp_path: Path) -
         assert row["samples_per_s"] * row["step_s"] == pytest.approx(8 if row["step"] == 3 else 16)
 
 
+@pytest.mark.slow
 def test_goodput_counts_what_a_kill_has_cost(tmp_path: Path) -> None:
     line = [*TINY, "trainer.max_steps=9", "trainer.eval_every=null", "checkpoint.every=4"]
     plant = together(slow("optimizer", seconds=0.1), after_step(7, crash))

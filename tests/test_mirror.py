@@ -54,7 +54,7 @@ def killed(store: str, *awaited: int, root: Path, strategy: str = "single", more
     return ended
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["launch.nnodes=1:2"]], ids=["local", "elastic"])
 def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(more: list[str], store: str, tmp_path: Path) -> None:
     strategy = "ddp 2"

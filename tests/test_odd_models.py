@@ -54,7 +54,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(model, case, id=f"{model}-{name(*case)}", marks=[] if is_quick else [pytest.mark.slow])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("model", "case"), [*cases()])
 def test_it_computes_what_one_process_does_or_is_refused(model: str, case: tuple[str, int, list[str]], tmp_path: Path) -> None:
     strategy, ranks, mesh = case
@@ -78,6 +78,7 @@ def test_a_weight_that_stages_share_takes_no_buffers_with_it(schedule: str, tmp_
     assert_close(finished(*line, root=tmp_path / "runs"), one("Chained"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("on", "code"), [("null", 78), ("0", 1), ("1", 1)])
 def test_a_gradient_of_an_earlier_micro_batch_is_not_taken_for_a_sum(on: str, code: int, tmp_path: Path) -> None:
     """If only one rank finds that its gradients are not summed, the other does not wait for it until the time-out."""

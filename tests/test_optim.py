@@ -55,7 +55,7 @@ def test_every_optimizer_is_tested_here() -> None:
     assert sorted(OPTIMIZERS) == sorted(options("optimizer"))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "ranks"),
     [("muon", "fsdp", 3), ("muon", "ddp", 2), ("sgd", "fsdp", 2), ("adam", "ddp", 3), ("adamw", "fsdp", 3)],

@@ -156,7 +156,7 @@ def test_it_computes_what_a_plain_loop_does(name: str) -> None:
     assert rows == pytest.approx(losses, rel=PRECISE[name])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_a_batch_that_is_a_dataclass_is_what_a_dictionary_of_its_fields_is() -> None:
     in_one = f"dataset.collate={{_target_: {__name__}.in_sequences, _partial_: true}}"
     assert_same_bits(once(*CASES["bert"], in_one), once(*CASES["bert"]))
@@ -170,6 +170,7 @@ def test_two_processes_compute_what_one_does(name: str, tmp_path: Path) -> None:
     assert "loss of a batch" not in two.output
 
 
+@pytest.mark.slow
 def test_another_mean_than_the_declared_one_is_named(tmp_path: Path) -> None:
     line = [*CASES["gpt2"], "task.weight=samples", "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true"]
     assert "its loss of a batch" in command(*line, root=tmp_path / "runs").output

@@ -36,6 +36,7 @@ def run(line: list[object], folder: Path, *, code: int = 0, venv: Path | None = 
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_package_is_complete(environment: Path, tmp_path: Path) -> None:
     script = (
         "import framework, importlib.metadata as m; print(framework.__file__, framework.__version__, m.version('steadfast'))"

@@ -174,6 +174,7 @@ def test_what_breaks_the_promise_is_refused_before_the_start(part: str) -> None:
 PHASES = [*RUN, *MODELS["mlp"], *own("Phases"), "trainer.max_steps=15", "checkpoint.every=3", "checkpoint.keep_last=9"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_a_stop_wait_for_a_step_after_which_the_run_can_be_saved(tmp_path: Path) -> None:
     whole = finished(*PHASES, root=tmp_path / "whole")
     assert [step_of(path) for path in sorted((whole.directory / "checkpoints").iterdir())] == [4, 8, 12, 15]
@@ -207,6 +208,7 @@ def test_new_data_of_a_weight_is_taken_or_refused_by_name(strategy: str, rehears
         assert "write into it: copy_" in ended.output
 
 
+@pytest.mark.slow
 def test_replicas_that_part_end_the_run_before_a_checkpoint(tmp_path: Path) -> None:
     line = [*RUN, *MODELS["gpt, tied"], *own("OnOneRankLate"), "rehearse=false", "checkpoint.every=2", "parallel=ddp"]
     ended = command(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")
@@ -244,6 +246,7 @@ def test_ranks_ask_each_other_for_an_end_only_if_a_part_could_have_asked_for_it(
     assert asked == [False] * expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "acting",
     [own("StopsOnOneRank"), ["task._target_=tests.own_parts.ActingTask", "+task.act=stop on one rank"]],

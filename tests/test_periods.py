@@ -20,6 +20,7 @@ def steps(line: list[str], split: str) -> list[int]:
     return [row["step"] for row in once(*line).rows if row["split"] == split]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_due_by_epochs_and_samples_as_by_their_steps_also_after_a_kill(tmp_path: Path) -> None:
     plain = [*LINE, "trainer.eval_every=null", "checkpoint.every=null"]
     last = steps(plain, "train")[-1]

@@ -60,6 +60,7 @@ def test_it_goes_on_under_another_strategy(optimizer: str, first: str, second: s
     assert_close(ended, whole)
 
 
+@pytest.mark.slow
 def test_evaluations_change_nothing_of_an_optimizer_that_averages(tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS["schedule-free"], "checkpoint.every=null"]
     often = finished(*line, "trainer.eval_every=1", root=tmp_path / "often")
@@ -80,6 +81,7 @@ def test_a_checkpoint_is_evaluated_as_training_does(tmp_path: Path) -> None:
     assert row["loss"] == pytest.approx(expected["loss"], abs=1e-12) and again.code == 0
 
 
+@pytest.mark.slow
 def test_the_extra_state_of_modules_is_saved_and_given_back(tmp_path: Path) -> None:
     line = [*RUN[:5], "model._target_=tests.faulty.Extra", *RUN[8:], "micro_batch_size=null"]
     whole = finished(*line, root=tmp_path / "whole")

@@ -75,7 +75,7 @@ def assert_equal(actual: Tensor, wanted: Tensor) -> None:
     assert actual.shape == wanted.shape and (actual - wanted).abs().max() <= 1e-10 * max(1.0, float(wanted.abs().max()))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh"),
     [("ddp", 3, []), *((strategy, *layouts(strategy)[0]) for strategy in options("parallel") if strategy not in FOR_EXPERTS)],
@@ -137,6 +137,7 @@ def picture(path: Path, seed: int, size: tuple[int, int] = (12, 10)) -> None:
     Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)).save(path)
 
 
+@pytest.mark.slow
 def test_files_are_predicted_by_their_names_where_no_training_data_are(tmp_path: Path) -> None:
     for number in range(24):
         picture(tmp_path / "data" / "train" / f"class_{number % 2}" / f"{number:02}.png", number)
@@ -181,7 +182,7 @@ def test_what_is_wrong_is_a_line_before_the_start(kind: str, line: str, said: st
     assert not (copy / "predictions").exists() and not (copy / ".predict").exists()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks", "said"),
     [
@@ -198,6 +199,7 @@ def test_what_cannot_be_written_leaves_nothing(kind: str, ranks: int, said: str,
     assert not list((directory / "predictions").iterdir())
 
 
+@pytest.mark.slow
 def test_a_signal_stops_it_and_leaves_what_was_there(tmp_path: Path) -> None:
     directory = run("images").directory
     predicted(directory, "predict.split=train", root=tmp_path / "none", name="train")

@@ -106,6 +106,7 @@ def plant_stop(step: int, split: str) -> Callable[[], None]:
     return lambda: (before_each(Trainer, "evaluate", arm), after_each(Engine, "evaluate", strike))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
@@ -158,6 +159,7 @@ class Counts(nn.Module):
         return self.layer(inputs.flatten(1)) * (1 + 0.01 * self.seen)
 
 
+@pytest.mark.slow
 def test_what_a_model_counts_in_an_evaluation_is_not_counted_twice(tmp_path: Path) -> None:
     line = [word for word in EVALUATIONS if not word.startswith(("model", "trainer.ema_decay"))]
     line += ["model._target_=tests.test_preemption.Counts", "dataset.in_channels=3"]
@@ -165,6 +167,7 @@ def test_what_a_model_counts_in_an_evaluation_is_not_counted_twice(tmp_path: Pat
     assert_same_bits(finished(*line, root=tmp_path / "runs"), once(*line))
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_from_such_a_checkpoint_makes_the_evaluation(tmp_path: Path) -> None:
     line = [*EVALUATIONS, "trainer.max_epochs=2"]
     stopped = command(*EVALUATIONS, root=tmp_path / "first", before=plant_stop(7, "val"))
@@ -258,6 +261,7 @@ POOLED = ["dataset=map_style", f"dataset.train._target_={__name__}.Pooled", "dat
           "checkpoint.every=null", "precision=fp64"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "victim"), [("single", "rank 0"), pytest.param("ddp 2", "agent", marks=pytest.mark.slow)])
 def test_processes_of_the_user_s_end_when_they_are_ended_and_not_when_the_run_is_stopped(
     strategy: str, victim: str, tmp_path: Path

@@ -66,11 +66,13 @@ def test_a_run_that_is_continued_is_recorded_again(tmp_path: Path) -> None:
     assert_same_bits(run, plain())
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_while_it_is_recorded_writes_what_there_is(tmp_path: Path) -> None:
     run = finished(*LINE, PROFILE, "trainer.max_steps=5", root=tmp_path / "runs")
     assert operations(run, "step_00000004_rank_0.json").count("aten::_fused_adamw_") == 2 * 2  # two steps, two groups
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     stopped = command(*LINE, root=tmp_path / "runs", before=after_step(1, preempt))
     (stopped.directory / "profile").write_text("in the way")

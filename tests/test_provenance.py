@@ -115,6 +115,7 @@ def test_code_is_followed_through_texts_that_name_modules(folder: Path) -> None:
         edit(folder, "sigmoid", "tanh", file=f"acts/{name}.py")
 
 
+@pytest.mark.slow
 def test_evaluations_with_other_code_are_warned_of(folder: Path) -> None:
     ended = run(folder)
     edit(folder, "torch.tanh", "torch.relu")
@@ -153,6 +154,7 @@ def test_a_job_s_code_does_not_have_the_modules_of_other_jobs(folder: Path) -> N
     assert alone.code == 0 and "finished already" in alone.output
 
 
+@pytest.mark.slow
 def test_code_that_was_edited_after_its_import_is_not_run_under_the_new_code_s_name(folder: Path) -> None:
     """A notebook's second run, and the later jobs of a sweep: this process has the old code."""
 
@@ -226,6 +228,7 @@ def test_a_damaged_record_stops_nobody(folder: Path, damage: str) -> None:
     assert again.code == 0 and "it is not known whether the code has changed" in again.output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_not_continued_from(folder: Path) -> None:
     other = run(folder, "seed=1", "run.root=other")
     mine = run(folder, before=stop_after_3)
@@ -322,7 +325,7 @@ import torch
     edit(folder, "        return self.last(", f"        x = {late}\n        return self.last(")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "named"), [("acts/soft.py", "acts/soft.py: act"), ("acts/late.py", "acts/late.py: act"), ("plain.py", "of_a_file.py: act")])  # fmt: skip
 def test_modules_to_which_no_import_leads_are_the_runs_code_too(folder: Path, file: str, named: str) -> None:
     registry(folder)
@@ -348,6 +351,7 @@ print(run("model._target_=__main__.Net", "model.in_features=64", "model.out_feat
 """
 
 
+@pytest.mark.slow
 def test_the_script_that_starts_a_run_is_its_code(folder: Path) -> None:
     def script(*words: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

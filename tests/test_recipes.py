@@ -92,6 +92,7 @@ def test_without_its_data_it_says_where_to_get_it_and_nothing_else(name: str, tm
     assert ended.code == Exit.CONFIGURATION
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(
     "launch", [[], ["launch=slurm", "launch.nnodes=4", "launch.nproc_per_node=8", "parallel=ddp"]], ids=["here", "cluster"]

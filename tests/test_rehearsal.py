@@ -170,7 +170,7 @@ def found(line: list[str]) -> list[Problem]:
     return findings
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero"])
 def test_a_block_that_is_passed_over_now_and_then_is_found(strategy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_block_that_is_passed_over_now_and_then_is_found(strategy: str, seed: 
     assert not finding.is_warning and "find_unused_parameters=true" in finding.expected
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["Pooled", "Polling"])
 def test_loader_processes_that_wait_for_a_thread_are_found_with_the_place(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "_SILENT_S", 2.0)
@@ -321,6 +321,7 @@ def test_what_does_not_run_in_float64_takes_its_steps_under_the_strategy_all_the
     assert found([*task("Probing"), "parallel=ddp", TWO]) == [warning]
 
 
+@pytest.mark.slow
 def test_a_process_that_has_computed_in_float64_refuses_no_run() -> None:
     assert found([*model("OfOneDtype"), "parallel=ddp", TWO]) == []
 
@@ -427,6 +428,7 @@ def test_complex_weights_are_trained_saved_and_continued(tmp_path: Path) -> None
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and whole.weights["turn"].is_complex()
 
 
+@pytest.mark.slow
 def test_memory_that_is_laid_out_otherwise_is_saved_and_continued(tmp_path: Path) -> None:
     line = [*model("Strided"), "checkpoint.every=1"]
     assert_survives_a_kill(*line, at=3, root=tmp_path)

@@ -114,6 +114,7 @@ def page(driver: Any, tmp_path: Path) -> Page:
     return Page(driver, root / "report.html")
 
 
+@pytest.mark.slow
 def test_the_table_has_the_results_first_and_is_sorted_and_narrowed(page: Page) -> None:
     heads = [head.get_attribute("title") for head in page.find("#table th")]
     assert heads == ["run", "state", "best val/loss", "last val/loss", "time", "optimizer.lr"]
@@ -134,6 +135,7 @@ def test_the_table_has_the_results_first_and_is_sorted_and_narrowed(page: Page) 
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_curves_have_the_color_of_their_row_are_read_by_hovering_zoomed_together_and_smoothed(page: Page) -> None:
     from selenium.webdriver import ActionChains
 
@@ -238,6 +240,7 @@ def test_a_chosen_run_has_its_configuration_and_nothing_in_files_is_run(driver: 
     assert page.script("return performance.getEntriesByType('resource').length") == 0
 
 
+@pytest.mark.slow
 def test_of_many_runs_the_best_are_colored_and_their_rows_are_all_there(driver: Any, tmp_path: Path) -> None:
     for number in range(250):
         write_run(tmp_path / f"{number:03}", losses=[2.0, 1.0 + number], config={"seed": number})

@@ -121,6 +121,7 @@ def test_a_run_that_begins_with_another_has_its_own_test_row_alone(across: Ended
     assert again.code == 0 and "finished already, at step 14" in again.output
 
 
+@pytest.mark.slow
 def test_where_a_run_began_does_not_change(tmp_path: Path) -> None:
     """Otherwise a command would return what another beginning has computed: run.resume is not part of the id."""
     line, asked = [*ACROSS, "trainer.max_epochs=2"], lambda *resume: command(*line, *resume, root=tmp_path / "own")
@@ -166,6 +167,7 @@ def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(across: Ended, tmp
     assert not list(refused.directory.glob("checkpoints/*"))
 
 
+@pytest.mark.slow
 def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(tmp_path: Path) -> None:
     ended = finished(*RUN, root=tmp_path / "runs")
     with open(ended.directory / "model.safetensors", "r+b") as file:

@@ -291,7 +291,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return ended
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_status_shows_whole_ids_and_what_differs(columns: int, runs: Ended) -> None:
     ended, shown = on_terminal("mode=status", root=runs.root, columns=columns)

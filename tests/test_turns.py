@@ -172,6 +172,7 @@ def test_wrong_turns_are_refused_before_the_start(line: list[str], said: str) ->
     assert refused(*GAN, *line).splitlines()[-1] == Says(said)
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_afterwards_as_in_training(tmp_path: Path) -> None:
     run = finished(*GAN, root=tmp_path / "runs")
     row = evaluated(run.directory, "eval.split=test", "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "none")

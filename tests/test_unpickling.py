@@ -94,6 +94,7 @@ def note_unpickling(file: Path) -> Callable[[], None]:
     return lambda: sys.addaudithook(note)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [[], pytest.param(["trainer.compile=true"], marks=[NEEDS_COMPILER, pytest.mark.slow])], ids=["plain", "compiled"]
 )

@@ -40,7 +40,7 @@ def assert_begun_with(run: Ended, weights: dict[str, torch.Tensor]) -> None:
 STRATEGIES = [("fsdp", 3), ("pipeline", 2), ("tensor", 2)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
 def test_under_any_strategy_a_run_begins_with_the_files_weights(strategy: str, ranks: int, tmp_path: Path) -> None:
     mesh = next(mesh for count, mesh in layouts(strategy) if count == ranks)

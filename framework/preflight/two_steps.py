@@ -39,7 +39,8 @@ Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
 class Seen:
     """The computations of one rank: sketches of whole tensors, by name."""
 
-    outputs: dict[str, Sketch] = field(default_factory=dict)  # of modules in the first micro-batch, in the order of their ends
+    # of modules in the first micro-batch, in the order of their ends, by name and shape: a strategy may cut an output
+    outputs: dict[tuple[str, torch.Size], Sketch] = field(default_factory=dict)
     gradients: list[dict[str, Sketch]] = field(default_factory=list)  # of each step
     updated: dict[str, Sketch] = field(default_factory=dict)  # the weights, after more updates
     buffers: dict[str, Sketch] = field(default_factory=dict)  # that checkpoints hold, after two steps
@@ -207,19 +208,20 @@ def gradients_of(player: Player) -> dict[str, Sketch]:
 
 
 @contextmanager
-def _outputs(module: nn.Module, outputs: dict[str, Sketch]) -> Iterator[None]:
+def _outputs(module: nn.Module, outputs: dict[tuple[str, torch.Size], Sketch]) -> Iterator[None]:
     """Record in `outputs` the first tensor that each module returns at its first call."""
-    handles = []
+    handles, noted = [], set[str]()
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue
 
         def note(part: nn.Module, _: object, output: Any, name: str = name) -> None:
             tensor = first_tensor(output)
-            if name not in outputs and type(tensor) is Tensor and tensor.is_floating_point():
+            if name not in noted and type(tensor) is Tensor and tensor.is_floating_point():
                 found = sketch(tensor)
                 if found[0] == found[0] or any(True for _ in nn.Module.parameters(part)):  # or a stage has skipped it
-                    outputs[name] = found
+                    outputs[name, tensor.shape] = found
+                    noted.add(name)
 
         handles.append(part.register_forward_hook(note))
     yield
@@ -246,10 +248,10 @@ def difference(expected: Seen, ranks: list[Seen], *, but_not: Seen | None = None
         worst = worst or far({name: sketch}, found, what="after two steps: the buffer", scale=expected.scales[name])
     if not worst:
         return ""
-    for name, sketch in expected.outputs.items():
+    for output, sketch in expected.outputs.items():
         for rank in ranks:
-            if name in rank.outputs and not _distance(sketch, rank.outputs[name]) <= _TOLERANCE * max(sketch[0], 1e-12):
-                return f"first in the output of {name or 'the model'}; {worst}"
+            if output in rank.outputs and not _distance(sketch, rank.outputs[output]) <= _TOLERANCE * max(sketch[0], 1e-12):
+                return f"first in the output of {output[0] or 'the model'}; {worst}"
     return worst
 
 

@@ -81,6 +81,7 @@ def damage(directory: Path, seed: int) -> tuple[Path, str]:
     return newest, rng.choice(DAMAGES)(rng.choice(sorted(newest.iterdir())), rng)
 
 
+@pytest.mark.slow
 def test_damage_is_noticed_and_the_older_checkpoint_taken(
     ended: Ended, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,7 +63,7 @@ def checkpoints(directory: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", sorted(range(NUM_SIZES), key=lambda number: number != 9))
 def test_a_full_disk_loses_nothing(number: int, disk: Path, whole: Callable[[str], Ended]) -> None:
     """The disk's size goes from nothing to two checkpoints and a half; later it is given room."""

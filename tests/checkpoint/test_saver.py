@@ -116,7 +116,7 @@ def test_a_save_that_is_due_too_early_waits_and_is_counted(strategy: str, tmp_pa
     assert_same_bits(ended, written_between_steps(strategy))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [ASYNC, SYNC])
 @pytest.mark.parametrize("strategy", CASES)
 def test_a_few_failures_in_a_row_are_warnings(strategy: str, mode: str, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp", 2)])
 def test_padding_is_that_of_the_micro_batch(strategy: str, ranks: int, one: Ended, tmp_path: Path) -> None:
     assert_close(finished(*RUN, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs"), one)

@@ -166,7 +166,7 @@ LINE = ["dataset=tokens", "dataset.vocab_size=50", "dataset.seq_len=16", "model=
         "model.num_heads=1", "trainer.max_steps=30", "trainer.eval_every=2", "trainer.log_every=1", "checkpoint.every=1"]  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "strategy"), [("train", ["parallel=ddp", "launch.nproc_per_node=2"]), ("val", [])])
 def test_a_run_goes_on_with_its_own_data_alone(split: str, strategy: list[str], tmp_path: Path) -> None:
     ids = np.arange(4000) % 50

@@ -70,6 +70,7 @@ def test_commands_that_come_at_once_fetch_once(store: Objects, tmp_path: Path) -
     assert [one.code for one in ended] == [0, 0, 0] and sum(one.output.count("fetching") for one in ended) == 1
 
 
+@pytest.mark.slow
 def test_one_object_and_a_pattern_are_data_too(store: Objects, tmp_path: Path) -> None:
     store.write("all.bin", np.arange(4000, dtype=np.uint16).tobytes())
     for name in ("x-0.tar", "x-1.tar", "y.tar", "deeper/x-2.tar"):
@@ -140,6 +141,7 @@ def test_a_signal_ends_a_fetch_with_75(store: Objects, tmp_path: Path) -> None:
     assert ended.code == 75 and "stopped before everything was fetched" in ended.output, ended.output
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_cut_short_in_the_cache_is_fetched_again(store: Objects, tmp_path: Path) -> None:
     line = [*make_text(tmp_path / "data"), f"dataset.root={store.url}"]
     upload(store, tmp_path / "data")

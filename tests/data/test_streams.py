@@ -202,7 +202,7 @@ def without_names(samples: list[Any]) -> Any:
     return {"x": torch.tensor([sample["x"] for sample in samples]), "y": torch.tensor([sample["y"] for sample in samples])}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LINES)
 def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: str, tmp_path: Path) -> None:
     line = [*RUN, *NET, *LINES[what](tmp_path)]

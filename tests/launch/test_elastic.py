@@ -180,6 +180,7 @@ def assert_no_trace(cluster: Cluster) -> None:
     assert not [path for path in cluster.root.rglob("*") if path.name.endswith(".elastic")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_node_lost_and_a_node_back(comes_back: bool, cluster: Callable[..., Cluster]) -> None:
     half = "trainer.max_steps=100"

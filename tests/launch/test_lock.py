@@ -93,7 +93,7 @@ def test_a_holder_that_may_live_elsewhere_is_watched_before_it_is_taken_for_dead
 
 
 @needs_fuse
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cached_s", [3, 0])
 def test_the_second_command_is_refused_where_locks_stay_on_each_machine(cached_s: int, shared: Path, tmp_path: Path) -> None:
     alone = finished(*RUN, root=tmp_path / "alone")

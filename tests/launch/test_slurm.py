@@ -329,7 +329,7 @@ def test_what_is_edited_after_the_submission_changes_nothing(tmp_path: Path, sub
 # --- refused before anything is submitted
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -39,7 +39,7 @@ def given(*words: str, folder: Path) -> Ended:
 # --- what is asked for
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("line", "gpus", "cpus"),
     [

@@ -56,7 +56,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -53,7 +53,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sampler"), [(4, "tpe"), (1, "random"), (4, "nsga"), (1, "tpe"), (4, "random"), (1, "nsga")])
 def test_a_search_that_was_killed_in_a_batch_draws_the_same(size: int, sampler: str, tmp_path: Path) -> None:
     words = SAMPLERS[sampler]
@@ -109,7 +109,7 @@ PRUNED = [  # a line, and the steps at which three trials are given up: good, ba
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "steps"), PRUNED, ids=[words for words, _ in PRUNED])
 @pytest.mark.parametrize("kill_at", [10, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_pruner_stops_what_its_parameters_say_also_when_the_search_was_killed(
@@ -184,6 +184,7 @@ def sweep_file(folder: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
+@pytest.mark.slow
 def test_a_sweep_written_in_a_file_is_named_on_the_line(tmp_path: Path) -> None:
     sweep_file(tmp_path, "widths", "params:\n  model: mlp,cnn\n  optimizer:\n    lr: 1e-3,1e-2\n")
     listed = typed("-m", "hydra/sweeper=widths", "mode=plan", "optimizer.lr=1", directory=tmp_path)

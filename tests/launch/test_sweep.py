@@ -140,6 +140,7 @@ def test_the_table_tells_what_the_runs_tell(tmp_path: Path) -> None:
 # --- interrupted
 
 
+@pytest.mark.slow
 def test_a_preempted_sweep_is_continued_by_its_command(tmp_path: Path) -> None:
     line = [*RUN, "seed=1,2,3"]
     ended = swept(*line, root=tmp_path / "runs", before=in_second_job(lambda: os.kill(os.getppid(), signal.SIGTERM)))
@@ -315,6 +316,7 @@ def test_a_sweep_with_a_mistake_starts_nothing(line: str, problem: str, tmp_path
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.slow
 def test_strategies_are_one_run_and_with_the_name_of_each_several(tmp_path: Path) -> None:
     line = [*SHORT, "parallel=single,dp"]
     ended = swept(*line, root=tmp_path / "one")

@@ -182,7 +182,7 @@ def on(group: str) -> list[str]:
     return ["parallel=expert", *mesh, f"launch.nproc_per_node={ranks}"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("group", sorted(GROUPS, key=lambda group: group != "3"))
 def test_it_computes_what_one_process_does_with_dropout_and_an_average(group: str, tmp_path: Path) -> None:
     assert_close(finished(*MOE, *on(group), root=tmp_path / "runs"), once(*MOE))

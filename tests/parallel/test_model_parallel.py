@@ -29,7 +29,7 @@ def on_emulated(num_devices: int, *others: Callable[[], None]) -> Callable[[], N
     return plant
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "strategy", "ranks", "num_devices"),
     [

@@ -215,7 +215,7 @@ def test_the_first_process_has_the_last_stage_too(name: str, num_ranks: int) -> 
     assert owners("interleaved", num_ranks=num_ranks) == [*range(num_ranks), *range(num_ranks)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "line", "num_ranks"), [
     ("zbv", GPT_LINE, 2), ("dualpipev", GPT_LINE, 2),
     pytest.param("zbv", MLP_LINE, 2, marks=pytest.mark.slow), pytest.param("dualpipev", MLP_LINE, 2, marks=pytest.mark.slow),

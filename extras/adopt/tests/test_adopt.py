@@ -81,6 +81,7 @@ def adopted(
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_the_file_has_every_plain_argument_and_the_strategies_are_told_apart(
     adopted: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def template(adopted: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mo
     yield lambda *words: adopted("configs/train.yaml", *words)
 
 
+@pytest.mark.slow
 def test_a_program_like_lightning_hydra_template_is_an_experiment(template: Callable[..., Any], tmp_path: Path) -> None:
     code, output = template("experiment=fast", "hparams_search=tpe", "parallel=fsdp")
     assert code == 0 and re.search(r"fsdp +yes\n", output), output

@@ -79,6 +79,7 @@ def test_values_that_no_checkpoint_holds_refuse_checkpoints_before_the_end(hook:
         assert f"{word.replace('=', ': ')}, but parallel.hook" in refused(*SHORT, hook, word)
 
 
+@pytest.mark.slow
 def test_asked_to_stop_a_run_with_such_values_computes_what_it_does_undisturbed(tmp_path: Path) -> None:
     line = [*SHORT, "parallel.compression=top_k"]
     whole = finished(*line, root=tmp_path / "whole")

@@ -143,6 +143,7 @@ MADE: dict[str, Callable[[], L.LightningModule]] = {
 }
 
 
+@pytest.mark.quick(6)
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 @pytest.mark.parametrize("name", CASES)
 def test_it_computes_what_lightning_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +193,7 @@ def test_a_step_of_lightning_1_that_returns_none_leaves_its_optimizer_out(tmp_pa
     assert all(row["stepped_0"] == row["stepped_1"] == 1.0 for row in rows)  # a hook gets the number too
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "strategy"), [
     ("Wasserstein", "fsdp"), ("Schedules", "ddp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
     ("Skips", "ddp"), ("Classifier", "ddp"), ("PlateauByHand", "ddp"), ("Skips", "fsdp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
@@ -204,7 +205,7 @@ def test_two_processes_and_a_kill_change_nothing(name: str, strategy: str, tmp_p
     assert_close(finished(*two, root=tmp_path), once(*line(name, "micro_batch_size=3", "checkpoint.every=3")))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("module", "ranks"), [("Classifier", 1), ("Predicting", 2), ("Classifier", 2), ("Predicting", 1)])
 def test_a_prediction_is_what_the_predict_step_returns_or_without_one_the_forward(
     module: str, ranks: int, tmp_path: Path
@@ -247,6 +248,7 @@ def test_a_batch_that_only_some_processes_or_micro_batches_would_skip_is_refused
     assert "returns None for some micro-batches" in refused(*whole, "rehearse=true")
 
 
+@pytest.mark.slow
 def test_a_part_that_lowers_the_rate_is_heard_or_refused_where_the_module_sets_its_rates(tmp_path: Path) -> None:
     part = ["part=plateau", "part.plateau.patience=0", "part.plateau.threshold=0.9", "trainer.max_epochs=4"]
     rates = [row["lr"] for row in exact_rows(once(*line("Classifier"), *part)) if row["split"] == "train"]
@@ -289,6 +291,7 @@ def test_optimizers_that_are_not_seen_or_in_no_clear_order_are_refused(name: str
     assert says in refused(*RUN, f"task.module._target_={HERE}.{name}", "rehearse=true")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_gradients_that_a_module_accumulates_itself_are_refused_with_keys_that_compute_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -443,6 +446,7 @@ def test_a_sampler_of_the_loader_s_own_draws_by_the_seed_and_the_epoch() -> None
     assert (first == again).all() and (first != other).any() and (first != next_one).any()
 
 
+@pytest.mark.slow
 def test_an_iterable_dataset_of_a_loader_is_a_stream(tmp_path: Path) -> None:
     own = [f"task.module._target_={HERE}.Classifier", *CASES["Classifier"], f"dataset.module._target_={HERE}.Streams"]
     short = [*RUN, *own, "dataset.length={train: 72}", "micro_batch_size=3", "checkpoint.every=3"]
@@ -526,6 +530,7 @@ def test_what_a_module_gives_its_logger_is_media_of_the_run_or_refused_with_the_
     )
 
 
+@pytest.mark.slow
 def test_a_module_that_takes_its_batch_whole_is_trained_predicted_and_exported(tmp_path: Path) -> None:
     whole = [f"dataset.module._target_={HERE}.Named", f"task.module._target_={HERE}.TakesAll", "rehearse=true"]
     trained = finished(*RUN, *whole, root=tmp_path)

@@ -83,7 +83,7 @@ def by_hand(lr: float, momentum: float) -> tuple[dict[str, torch.Tensor], dict[s
             {name: p.detach() for name, p in averages[0].named_parameters()})  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.5)])
 def test_it_is_the_algorithm_of_the_paper(lr: float, momentum: float, tmp_path: Path) -> None:
     options = [f"parallel.outer_lr={lr}", f"parallel.outer_momentum={momentum}"]
@@ -150,7 +150,7 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_processes(tmp_path: 
 SEVEN = ["trainer.max_steps=9", "trainer.eval_every=7", "checkpoint.every=7", "parallel.sync_every=7", SKIP]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco", "gossip"])
 def test_processes_agree_also_after_a_step_that_was_left_out(strategy: str, tmp_path: Path) -> None:
     line = [*RUN, "trainer.ema_decay=null", *SEVEN, f"parallel={strategy}", "launch.nproc_per_node=2"]

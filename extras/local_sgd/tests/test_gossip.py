@@ -82,6 +82,7 @@ def test_it_is_what_the_replicas_by_hand_are(num_ranks: int, tmp_path: Path) -> 
     assert any((tensor - local[name]).abs().max() > 1e-6 for name, tensor in run.weights.items())
 
 
+@pytest.mark.slow
 def test_alone_it_is_plain_training(tmp_path: Path) -> None:
     alone, single = finished(*RUN, *line(1), root=tmp_path / "alone"), finished(*RUN, root=tmp_path / "single")
     for name, tensor in single.weights.items():

@@ -74,6 +74,7 @@ def simulated() -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in first.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_it_is_what_the_replicas_by_hand_are(tmp_path: Path) -> None:
     run, by_hand = finished(*RUN, *LOCAL, root=tmp_path / "runs"), simulated()
     for name, tensor in run.weights.items():

@@ -57,6 +57,7 @@ def mlflow_rows(folder: Path, *, step: int, values: dict[int, float]) -> None:
         sink.log({"step": at, "split": "train", "acc@1": value})
 
 
+@pytest.mark.slow
 def test_mlflow_has_the_values_of_a_step_that_was_taken_again_under_any_name(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

@@ -26,6 +26,7 @@ from tests.test_loggers import DDP, RUN
 from tests.test_resume import after_step, crash, preempted
 
 
+@pytest.mark.slow
 def test_tensorboard_holds_each_step_once_after_kills(tmp_path: Path) -> None:
     line, root = [*RUN, *DDP, "logger=tensorboard"], tmp_path / "runs"
     early = after_step(3, when(lambda: written(tmp_path, "events.*"), crash))  # before the first checkpoint

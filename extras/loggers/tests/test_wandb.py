@@ -45,6 +45,7 @@ def note_processes(folder: Path) -> Callable[[], None]:
     return lambda: before_each(Wandb, "open", note)
 
 
+@pytest.mark.slow
 def test_wandb_is_one_run_equal_to_metrics_jsonl_after_resumes(tmp_path: Path) -> None:
     line, root = [*RUN, *DDP, *OFFLINE], tmp_path / "runs"
     killed = after_step(9, when(lambda: written(root, "*.wandb"), crash))
@@ -57,6 +58,7 @@ def test_wandb_is_one_run_equal_to_metrics_jsonl_after_resumes(tmp_path: Path) -
     assert_equal(wandb_rows(files[-1]), scalars_of(run.rows))  # the last holds what the others may have lost
 
 
+@pytest.mark.slow
 def test_wandb_has_the_configuration_as_a_tree_the_last_and_best_metrics_and_on_demand_the_checkpoints(tmp_path: Path) -> None:
     more = ["logger.wandb.tags=[a,b]", "run.group=those", "logger.wandb.log_checkpoints=true"]
     auto = ["logger=wandb", "logger.wandb.mode=auto"]

@@ -114,7 +114,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return ran
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.timeout(_MOST_S + 60)
 @pytest.mark.parametrize("name", sorted(STRATEGIES, key=lambda name: name not in QUICK))
 def test_a_strategy_over_mpi_computes_what_one_process_does(name: str, two_ranks: Callable[[str], Path]) -> None:
@@ -258,6 +258,7 @@ def test_under_an_mpirun_without_mpi4py_no_process_trains(names: str, rank: int,
     assert not list(refused.root.iterdir())
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_under_an_mpirun_without_mpi4py_rank_0_alone_speaks(tmp_path: Path) -> None:
     hidden = "import sys; from extras.mpi import mpi; mpi.is_missing = lambda: True; from train import main; sys.exit(main(sys.argv[1:]))"

@@ -114,7 +114,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, 0, 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_that_dies_is_noticed_at_once(mode: str, rank: int, tmp_path: Path) -> None:
@@ -162,6 +162,7 @@ def test_preempted_it_ends_with_the_same_bits(cut: int, tmp_path: Path) -> None:
     assert_same_bits(finished(*RUN, *SYNC, root=tmp_path / "runs"), whole())
 
 
+@pytest.mark.slow
 def test_who_comes_first_changes_no_bit(tmp_path: Path) -> None:
     has_come = FORK.Semaphore(0)
 
@@ -275,7 +276,7 @@ def by_hand(line: list[str]) -> dict[str, torch.Tensor]:
     return state_tensors(TrainingState(model, optimizer, None))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [SGD, MUON], ids=["sgd", "muon"])
 def test_ranks_in_turn_are_one_model_stepped_by_hand(line: list[str], tmp_path: Path) -> None:
     """Each gradient is a mean over its rank's samples, clipped by itself, at this moment's parameters; and is one step."""
@@ -314,6 +315,7 @@ def test_a_rank_does_not_wait_for_another(tmp_path: Path) -> None:
 ADAMW = [*(item for item in SGD if not item.startswith("optimizer")), "optimizer=adamw"]
 
 
+@pytest.mark.slow
 def test_each_push_is_one_step_and_a_rank_without_samples_pushes_nothing(tmp_path: Path) -> None:
     """Batches of 2, 2, 2 and 1 on three ranks: 7 pushes an epoch."""
     line = [*ADAMW, "dataset.num_train=7", "dataset.num_classes=3", "global_batch_size=2", "trainer.max_steps=8"]

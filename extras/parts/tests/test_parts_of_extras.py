@@ -31,6 +31,7 @@ def test_sharpness_computes_what_one_process_does(strategy: str, tmp_path: Path)
     assert_close(finished(*line, f"parallel={strategy}", "launch.nproc_per_node=2", root=tmp_path / "runs"), once(*line))
 
 
+@pytest.mark.slow
 def test_frozen_groups_do_not_move_before_their_turn(tmp_path: Path) -> None:
     line = [*GPT, "part=unfreeze", "part.unfreeze.groups=[[layers.1.*],[layers.0.*]]", "part.unfreeze.every=2",
             "optimizer.weight_decay=0.5", "checkpoint.every=1", "checkpoint.keep_last=99"]  # fmt: skip
@@ -97,6 +98,7 @@ def test_padding_is_not_in_the_activations_of_a_pipeline(tmp_path: Path) -> None
     assert_close(finished(*line, *mesh, root=tmp_path / "runs"), once(*line))  # the fifth step has three micro-batches
 
 
+@pytest.mark.slow
 def test_activations_of_a_module_that_returns_several_are_those_of_the_first(tmp_path: Path) -> None:
     line = [*RUN, "model._target_=tests.two_inputs.TwoInputs", "dataset._target_=tests.two_inputs.Pairs", "part=activations"]
     ended = finished(*line, "part.activations.modules=['']", root=tmp_path / "runs")

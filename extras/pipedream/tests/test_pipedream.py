@@ -65,6 +65,7 @@ def whole() -> Ended:
     return once(*RUN, *DRAINED)
 
 
+@pytest.mark.slow
 def test_each_stage_steps_by_older_gradients_of_its_old_weights(tmp_path: Path) -> None:
     expected = by_hand()
     for name, tensor in whole().weights.items():
@@ -110,7 +111,7 @@ def test_recomputed_activations_find_the_old_weights_too(tmp_path: Path) -> None
     assert_close(recomputed, plain)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [preempt, crash])
 def test_stopped_or_killed_it_ends_with_the_same_bits(act: Callable[[], None], tmp_path: Path) -> None:
     stopped = command(*RUN, *DRAINED, root=tmp_path / "runs", before=after_step(8, act))
