@@ -72,7 +72,7 @@ class Task:
             what = f"two validation sets log {shared[0]!r} with one metric, whose value would be over both"
             raise Unfit(f"task: {what} (a metric for each set, in a torch.nn.ModuleList)")
         count = context.size
-        new = {name: given for name, given in driver.logged.items() if name not in driver.earlier}
+        new = {name: given for name, given in driver.logged.items() if not (is_training and name in driver.earlier)}
         columns = {name: _weighted(value, size or count) for name, (value, size) in new.items()}
         columns["loss"] = (loss, 0) if is_skipped else _weighted(loss, count)
         if not is_training and not context.is_padding and any(has_own(driver.module, hook) for hook in _ENDS):
@@ -139,7 +139,7 @@ class Task:
             raise Unfit("task: training_step returns no loss (a mean over its batch)")
         if loss is None and driver.losses:  # of a training_step that stands for a step which the module does not have
             return sum(driver.losses[1:], driver.losses[0])
-        return self._logged_loss(_kind(context.split)) if loss is None else loss
+        return loss if context.is_training else self._measured_loss(loss, _kind(context.split))
 
     def _training_loss(self, call: Any, batch: Any, context: Any) -> Any:
         """Return the loss of the training_step on a batch of an evaluation; of several optimizers, the sum of their losses."""
@@ -160,16 +160,20 @@ class Task:
         """Prepare for a training_step in mode=eval, which has no parts."""
         prepare(self.driver, configured_by(self._make, max_epochs=1, num_steps=1), self._make)
 
-    def _logged_loss(self, split: str) -> Any:
-        """Return the value that an evaluation has logged as its loss: `loss`, SPLIT_loss, or the only name with this word."""
+    def _measured_loss(self, returned: Any, split: str) -> Any:
+        """Return the loss of a step of an evaluation: what it logs as the loss, what it returns, or the only name with this word.
+
+        None: it is not clear. Lightning looks at nothing that such a step returns, so it may be anything.
+        """
         driver = self.driver
         values = {name: value for name, (value, _) in driver.logged.items()}
         values |= {name: metric._forward_cache for name, metric in driver.metrics.items()}
         named = [name for name, value in values.items() if "loss" in name and value is not None]
-        first = [name for name in ("loss", f"{split}_loss", "val_loss") if name in named] or named
-        if len(first) > 1 and first == named:
-            raise Unfit(f"task: an evaluation logs {' and '.join(named)}, and which is its loss? (the name {split}_loss)")
-        return values[first[0]] if first else None
+        if first := [name for name in ("loss", f"{split}_loss", "val_loss") if name in named]:
+            return values[first[0]]
+        if isinstance(returned, (int, float)) or (isinstance(returned, Tensor) and returned.numel() == 1):
+            return returned
+        return values[named[0]] if len(named) == 1 else None
 
     def measured(self, engine: Engine) -> dict[str, float]:
         """Call the hooks at the end of an evaluation; return what they log, and the values of metrics that were logged."""

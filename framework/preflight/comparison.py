@@ -120,7 +120,7 @@ class _Comparison:
         """Return a fault with what causes it, and the remedy. `is_equal`: in float64 there is none."""
         alone, parallel, config = self._alone, self._parallel, self._build.config
         if self._expected.fault or is_equal:  # it is of the run's own precision
-            return Problem("parallel", what, _cure(_others(), self._failure))
+            return Problem("parallel", what, _cure(_others(parallel), self._failure))
         watched = self._ranks(alone.altered(parallel=parallel), like=self._expected, is_watched=True)
         if asked := next((rank.asks for rank in watched if rank.asks), ""):
             cure = "an option of that code that leaves the processes to the strategy, such as sync=false"
@@ -130,7 +130,7 @@ class _Comparison:
         for name in config.part:
             if self._is_equal(alone.altered(part={other: node for other, node in config.part.items() if other != name})):
                 return Problem(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)
-        options = [*((_line(remedy), parallel | remedy) for remedy in _remedies(parallel)), *_others()]
+        options = [*((_line(remedy), parallel | remedy) for remedy in _remedies(parallel)), *_others(parallel)]
         sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
         if not config.optimizer.get("turns") and self._is_equal(sgd):
             why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
@@ -162,9 +162,9 @@ def _remedies(parallel: Node) -> Sequence[Node]:
     return found(**options) if found is not None else ()  # type: ignore[no-any-return]
 
 
-def _others() -> list[tuple[str, Node]]:
-    """Return the strategies for most models, each with its text for the command line."""
-    nodes = {name: option_node("parallel", name) for name in ("ddp", "fsdp")}
+def _others(parallel: Node) -> list[tuple[str, Node]]:
+    """Return the strategies for most models, each with its text for the command line: those that save memory as this one first."""
+    nodes = {name: option_node("parallel", name) for name in (*(["zero"] if "shard" in parallel else []), "ddp", "fsdp")}
     return [(" ".join(filter(None, [f"parallel={name}", _line(more)])), node | more)
             for name, node in nodes.items() for more in ({}, *_remedies(node))]  # fmt: skip
 

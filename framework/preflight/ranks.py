@@ -88,7 +88,8 @@ def _answers(answers: Sequence[Connection], ranks: Sequence[BaseProcess]) -> lis
             process.join()
             if process.exitcode == -signal.SIGKILL:  # the kernel does so if there is no memory
                 raise MemoryError("one of its processes was killed by SIGKILL") from None
-            seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}"))
+            why = ": gloo aborts where processes communicate different sizes" if process.exitcode == -signal.SIGABRT else ""
+            seen.append(Seen(fault=f"its process {end_of(process.exitcode or 0)}{why}"))
         if seen[-1].unfinished:
             raise MemoryError(seen[-1].unfinished)
         if seen[-1].fault:

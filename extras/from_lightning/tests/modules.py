@@ -298,6 +298,18 @@ class IndexedGAN(GAN):
         self.log(f"stepped_{optimizer_idx}", 1.0)
 
 
+class LogsAlike(IndexedGAN):
+    """It measures losses under the names of its training, and returns what is none."""
+
+    def validation_step(self, batch: Any) -> Any:
+        real, _ = batch
+        self.log_dict({"val/g_loss": real.mean(), "val/d_loss": real.std(0).mean()})
+        return self.log_dict
+
+    def test_step(self, batch: Any) -> None:
+        pass
+
+
 class Teacher(L.LightningModule):
     """A student follows its own average, which a hook moves after each batch; the shape of BYOL and of mean teachers."""
 

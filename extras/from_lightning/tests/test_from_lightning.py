@@ -193,6 +193,12 @@ def test_a_step_of_lightning_1_that_returns_none_leaves_its_optimizer_out(tmp_pa
     assert all(row["stepped_0"] == row["stepped_1"] == 1.0 for row in rows)  # a hook gets the number too
 
 
+def test_an_evaluation_has_the_values_of_its_own_and_without_a_clear_loss_that_of_the_training() -> None:
+    measured, silent = exact_rows(once(*line("GAN"), f"task.module._target_={HERE}.LogsAlike"))[-2:]
+    assert measured.keys() == {"step", "split", "loss", "g_loss", "d_loss"}
+    assert measured["loss"] == silent["loss"] > 1.0 > 0.0 > measured["g_loss"]  # the same samples
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "strategy"), [
     ("Wasserstein", "fsdp"), ("Schedules", "ddp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
