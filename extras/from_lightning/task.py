@@ -161,7 +161,7 @@ class Task:
         prepare(self.driver, configured_by(self._make, max_epochs=1, num_steps=1), self._make)
 
     def _measured_loss(self, returned: Any, split: str) -> Any:
-        """Return the loss of a step of an evaluation: what it logs as the loss, what it returns, or the only name with this word.
+        """Return the loss of an evaluation's step: what it logs as the loss, what it returns, or the only name with this word.
 
         None: it is not clear. Lightning looks at nothing that such a step returns, so it may be anything.
         """
