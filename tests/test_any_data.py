@@ -249,7 +249,7 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
 REFUSED = {
     "a stream": ([*MAP, "dataset.train._target_=tests.test_any_data.Endless"], "dataset: ... Endless has no length ... dataset=stream ..."),
-    "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: ... not a pair of inputs and targets (dataset.inputs ..."),
+    "no pair": ([*MAP, "+dataset.train.alone=true"], "dataset: a batch has no targets, which this task needs (dataset.inputs and dataset.targets say which are which; ..."),
     "a wrong argument": ([*MAP, "+dataset.train.sise=3"], "dataset.train.sise: unknown key (did you mean dataset.train.size?)"),
     "targets alone": ([*MAP, "dataset.targets=y"], "dataset: ... dataset.targets needs dataset.inputs, too ..."),
     "no lengths": ([*MAP, "sampler=length_grouped", "sampler.lengths=length"], "sampler: it cannot order this data: ... sampler.lengths=length: ... .npy file"),

@@ -172,20 +172,20 @@ def unwrapped(made: Any, *, key: str) -> tuple[Any, Any]:
 
 
 def collated(samples: list[Any], collate: Any, *, inputs: Keys, targets: Keys) -> Any:
-    """Return the inputs and targets of a batch of these samples, by their keys; without keys, the batch is a pair.
+    """Return the inputs and targets of a batch of these samples, by their keys; without keys, a pair is both.
 
-    With keys of the inputs alone, it has no targets.
+    With keys of the inputs alone, or without keys and no pair, it has no targets: a model may compute its own loss.
     """
+    from torch import Tensor
+
     batch = (collate or default_collate)(samples)
     if is_dataclass(batch) and not isinstance(batch, Mapping):
         batch = {one.name: getattr(batch, one.name) for one in fields(batch)}
     if inputs is not None:
         return _chosen(batch, inputs), None if targets is None else _chosen(batch, targets)
-    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-        kind = f"mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        what = "not a pair of inputs and targets (dataset.inputs and dataset.targets say which are which)"
-        raise ValueError(f"a batch is a {kind}, {what}")
-    return batch[0], batch[1]
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch) if len(batch) == 2 else (tuple(batch), None)
+    return (batch if isinstance(batch, (Mapping, Tensor)) else (batch,)), None
 
 
 def _chosen(batch: Any, keys: Key | Sequence[Key]) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.engine.buffers import Buffers
-from framework.engine.of_samples import name_samples, require_rows
+from framework.engine.of_samples import WHICH, name_samples, require_rows
 from framework.engine.seam import MicroBatch, Observe, Step, Task, says_itself
 from framework.engine.sums import Sums, Value, as_sums, loss_in, weight_of
 from framework.modules.structure import only_dropouts
@@ -132,10 +132,10 @@ class Forward:
         targets need no message for a count, which no cut rounds; otherwise this is collective, while the first forward runs.
         """
         if self._weight is None:
-            factor = scale / num_samples
-            return step, lambda: factor
-        weights = [_exact(self._weight(micro_batch.targets)) for micro_batch in step.micro_batches]
-        step = step._replace(micro_batches=[m._replace(weight=weight) for m, weight in zip(step.micro_batches, weights)])
+            return step, lambda: scale / num_samples
+        if step.micro_batches[0].targets is None:
+            raise Unfit(f"dataset: a batch has no targets, which this task needs ({WHICH})")
+        step = step._replace(micro_batches=[m._replace(weight=_exact(self._weight(m.targets))) for m in step.micro_batches])
         if among_ranks and step.targets is not None and not _is_fraction(weight := self._weight(step.targets)):
             return step, _factor(scale, _exact(weight))
         counted: list[Any] = [m.weight for m in step.micro_batches if is_counted and not m.is_padding]
