@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
-from tests.harness import Ended, assert_close, finished
+from tests.harness import Ended, Says, assert_close, finished, refused
 from tests.test_conformance import SMALL
 
 # batches of 14 and one of 10: shares of 5, 5 and 4; of a batch of 2, one rank of three has nothing
@@ -36,6 +37,37 @@ def test_synchronised_statistics_are_those_of_the_whole_batch(
     run = finished(*line, SYNC, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
     assert_close(run, alone)
     assert "depend on the number of processes" not in run.output
+
+
+class Activated(nn.BatchNorm1d):
+    """As timm's layers do it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(192, 12), Activated(12), nn.Linear(12, 10))
+
+
+def test_a_layer_keeps_what_it_does_besides_and_the_rehearsal_sees_one_that_normalises_itself(tmp_path: Path) -> None:
+    line, two = [*RUN, f"model._target_={__name__}.Net", SYNC, "rehearse=true"], ["parallel=ddp", "launch.nproc_per_node=2"]
+    line = [word for word in line if not word.startswith(("model=", "model.channels", "model.norm"))]
+    assert_close(finished(*line, *two, root=tmp_path / "two"), finished(*line, root=tmp_path / "one"))
+    with_own = [word.replace(".Net", ".OwnNet") for word in line]
+    assert refused(*with_own, *two) == Says("parallel: 2 processes compute different results ... loss of step 1 is ...")
+
+
+class Own(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        normal = (x - x.mean(0)) / x.std(0) if self.training else x
+        return normal * self.weight + self.bias
+
+
+class OwnNet(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(192, 12), Own(12), nn.Linear(12, 10))
 
 
 @pytest.mark.quick(1)

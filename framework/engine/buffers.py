@@ -8,13 +8,16 @@ from torch import Tensor, nn
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import UNREAD_STATISTICS, copy_all, version_of
 
+_SMALL = 1 << 20  # bytes of a buffer on a GPU, which is sent in any step: to compare it, the host would wait for the GPU
+
 
 class Buffers:
     """The buffers in the state dicts of some modules; with `among`, only the buffers with these ids.
 
     Every micro-batch of a step reads the buffers' values at the start of the step. At the end of the step, the buffers have
     the values that micro-batch 0 has given them. A forward pass may change a buffer in place, also through `.data`, or replace
-    the buffer by another tensor. `broadcast` sends rank 0's tensors to the other ranks in each step.
+    the buffer by another tensor. `broadcast` sends rank 0's tensors to the other ranks in each step. On a GPU, a change through
+    `.data` of a buffer of more than a mebibyte is noticed in the first step only.
     """
 
     def __init__(
@@ -36,7 +39,8 @@ class Buffers:
         self._unread = list(dict.fromkeys(unread)) if broadcast is not None else []
         self._behind: set[nn.Module] = set()  # modules with statistics that only rank 0 has
         self._broadcast = broadcast if self._read else None
-        self._moving: set[int] | None = None  # the buffers that the first step has changed
+        self._moving = set[int]()  # the buffers that a step has changed
+        self._first: list[Tensor] = []  # the values at the start of the first step, of which the others still have theirs
         self._is_alone = False
         self._start: list[Tensor] = []
         self._versions: list[int] = []
@@ -71,7 +75,7 @@ class Buffers:
             return
         self._is_alone, self._start, self._left = is_alone, self.tensors, None
         self._versions = [version_of(tensor) for tensor in self._start]
-        needs_values = not is_alone or (self._moving is None and self._broadcast is not None)
+        needs_values = not is_alone or (not self._first and self._broadcast is not None)
         self._values = self.values() if needs_values else None
 
     def end_forward(self, micro_batch: int | None) -> None:
@@ -99,15 +103,20 @@ class Buffers:
         if self._left is not None:
             self.set(self._left, onto=self._start)
         if self._broadcast is not None:
-            now = self.tensors
-            if self._moving is None and self._values is not None:
-                self._moving = {i for i in self._read if not torch.equal(now[i], self._values[i])}
+            now, is_first = self.tensors, not self._first
+            self._first = self._first or self._values or []
             # on the CPU: to read them on a GPU, the host would wait for the GPU
-            flags = torch.tensor([self._has_moved(i, now[i]) for i in self._read], dtype=torch.uint8)
+            flags = torch.tensor([self._is_sent(i, now[i], is_first=is_first) for i in self._read], dtype=torch.uint8)
             self._broadcast([flags])
             self._broadcast([now[i] for i, flag in zip(self._read, flags.tolist()) if flag])
         self._values = self._left = None
 
-    def _has_moved(self, i: int, now: Tensor) -> bool:
-        is_moving = self._moving is not None and i in self._moving
-        return is_moving or now is not self._start[i] or version_of(now) != self._versions[i]
+    def _is_sent(self, i: int, now: Tensor, *, is_first: bool) -> bool:
+        is_on_cpu = now.device.type == "cpu"
+        if i not in self._moving and (
+            now is not self._start[i]
+            or version_of(now) != self._versions[i]
+            or ((is_first or is_on_cpu) and not torch.equal(now, self._first[i]))
+        ):
+            self._moving.add(i)
+        return i in self._moving or (not is_on_cpu and now.numel() * now.element_size() <= _SMALL)

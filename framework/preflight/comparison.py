@@ -59,7 +59,9 @@ class _Comparison:
         self._source = loaded if dataclasses.is_dataclass(loaded) else None
         double = config.precision.model_copy(update={"name": "fp64"})
         # three micro-batches: two processes do not have as many, and one of them repeats one as padding
-        self._alone = build.altered(precision=double, global_batch_size=config.global_batch_size * 3 // 2, parallel=SINGLE)
+        alone = build.altered(precision=double, global_batch_size=config.global_batch_size * 3 // 2, parallel=SINGLE)
+        # statistics over all processes are those of one micro-batch
+        self._alone = alone.altered(micro_batch_size=None) if config.trainer.sync_batchnorm else alone
         (self._expected,) = observe_ranks(self._alone, self._source, count=1)
         self._found = list[Problem]()  # beside the strategy's own fault
         inexact = {name: value for name, value in config.parallel.items() if parallel.get(name) is None}

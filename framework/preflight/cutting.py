@@ -31,7 +31,8 @@ class Cutting:
     def look_at_smallest(self) -> None:
         """Refuse a model or task that does not take the run's smallest micro-batch, if it is smaller than the rehearsal's."""
         config = self._of_run
-        size = self._samples.smallest(dp_size=data_ranks(config.parallel, config.launch.most_processes))
+        dp_size = data_ranks(config.parallel, config.launch.most_processes)
+        size = self._samples.smallest(dp_size=1 if config.trainer.sync_batchnorm else dp_size)
         if size >= self._size:
             return
         fixed = config.known_micro_batch_size

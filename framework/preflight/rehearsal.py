@@ -24,7 +24,7 @@ from framework.runtime.problem import Problem
 _LIMIT_S = 120.0
 _FEWEST, _FEW, _MANY = 4, 8, 512  # samples in a micro-batch
 _FOR_ONE_THREAD = 2_000_000  # parameters: on a busy machine, the threads of a small operation wait for each other
-_SMALL = {"compile": False, "sync_batchnorm": False, "profile": False, "max_steps": 100, "max_epochs": None, "log_every": 1}
+_SMALL = {"compile": False, "profile": False, "max_steps": 100, "max_epochs": None, "log_every": 1}
 _SWITCH = "rehearse=false starts without a rehearsal"
 
 

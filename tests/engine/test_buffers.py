@@ -74,8 +74,9 @@ def test_a_rank_without_micro_batch_0_has_what_it_had(move: Callable[[Holder], N
     assert holder.value is before and torch.equal(before, torch.zeros(3))
 
 
+@pytest.mark.parametrize("rests", [0, 2])
 @pytest.mark.parametrize("move", MOVES[:3])
-def test_rank_0_sends_what_its_forward_has_moved_and_nothing_else(move: Callable[[Holder], None]) -> None:
+def test_rank_0_sends_what_its_forward_has_moved_and_nothing_else(move: Callable[[Holder], None], rests: int) -> None:
     """Running statistics wait for an evaluation or a checkpoint: no training forward reads them."""
     sent: list[list[Tensor]] = []
 
@@ -84,16 +85,17 @@ def test_rank_0_sends_what_its_forward_has_moved_and_nothing_else(move: Callable
 
     holder = Holder(move)
     buffers = Buffers(holder, broadcast=broadcast)
-    for step in range(3):
+    for step in range(-rests, 3):
         sent.clear()
         buffers.begin_step(is_alone=True)
-        move(holder)
+        if step >= 0:
+            move(holder)
         holder.norm(torch.randn(4, 2))
         buffers.end_forward(0)
         buffers.end_step()
         (flags,), moved = sent
-        assert flags.tolist() == [1, 0] and flags.device.type == "cpu"  # whose numbers the host reads without waiting
-        assert len(moved) == 1 and torch.equal(moved[0], torch.full((3,), step + 1.0))
+        assert flags.tolist() == [step >= 0, 0] and flags.device.type == "cpu"  # whose numbers the host reads without waiting
+        assert all(torch.equal(one, torch.full((3,), step + 1.0)) for one in moved) and len(moved) == (step >= 0)
 
 
 def test_copies_are_made_by_type_not_one_by_one() -> None:
