@@ -302,6 +302,19 @@ def test_one_process_alone_that_stands_still_is_ended_and_the_same_command_conti
 
 
 @pytest.mark.slow
+def test_a_loader_process_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
+    def plant() -> None:
+        before_each(Synthetic, "transform", lambda *_, keys, **__: sleep() if keys is not None else None)
+
+    line = [*RUN, f"launch.timeout_s={TIMEOUT_S}", "dataset.num_workers=2", "dataset.augment=true"]
+    ended = end(begin(*line, root=tmp_path / "runs", before=plant), root=tmp_path / "runs")
+    assert ended.code == 71, ended.output
+    assert f"rank 0 hangs: it waits, but not for the other ranks, at its start, at {__file__}:" in ended.summary["error"]
+    assert (ended.directory / "train.log").read_text().count("in sleep") == 2
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), finished(*line, root=tmp_path / "whole"))
+
+
+@pytest.mark.slow
 def test_a_loader_that_works_for_long_is_no_hang(tmp_path: Path) -> None:
     """The process waits for a loader's process, which computes."""
 

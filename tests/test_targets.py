@@ -10,6 +10,7 @@ from omegaconf import DictConfig, ListConfig
 
 from framework.config.targets import component
 from framework.config.validation import component_problems, problems_of_build
+from framework.runtime.problem import Problem
 from tests.harness import Says
 
 
@@ -32,6 +33,12 @@ class Keeper:
         self.kept = {"any": any, "config": config, "names": names, "sizes": sizes, "by_name": by_name, "of_one": of_one}
 
 
+def sizes(
+    some: tuple[Any, ...] | None = None, other: Any = (1, 2), both: list[Any] | tuple[Any, ...] = (), plain: Any = None
+) -> Any:
+    return [some, other, both, plain]
+
+
 PATH = "tests.test_targets.Keeper"
 MAPPING = {"a": {"b": [1]}}
 
@@ -50,6 +57,15 @@ def test_a_mapping_is_a_dict_unless_the_argument_is_a_config(convert: dict[str, 
     assert type(found["any"]) is dict and found["any"] == MAPPING
     assert isinstance(found["config"], DictConfig) and found["config"].a.b[0] == 1
     assert isinstance(found["names"], ListConfig)
+
+
+def test_a_list_is_a_tuple_where_the_argument_is_one() -> None:
+    given = {name: [3, [4]] for name in ("some", "other", "both", "plain")}
+    assert component({"_target_": f"{__name__}.sizes", **given})() == [(3, [4]), (3, [4]), [3, [4]], [3, [4]]]
+    said = str(Problem.of_error("model", AssertionError("depth needs to be tuple")))
+    assert said == Says(
+        "model: depth needs to be tuple (instead of a list [1, 2], {_target_: builtins.tuple, _args_: [[1, 2]]}; ..."
+    )
 
 
 def test_an_argument_that_is_a_function_of_others_gets_a_node() -> None:

@@ -67,8 +67,9 @@ def component(node: "Node", **given: Any) -> Callable[..., Any]:
     """Return the node's target with the node's values bound. `given` overrides values.
 
     The caller adds arguments that are not data. Nested nodes with a `_target_` are built first; an argument of type
-    `Callable[[], ...]` gets a function that builds it. Mappings and lists are a DictConfig and a ListConfig of OmegaConf with
-    `_convert_: none`, or for an argument of this type. Raise ValueError if a target cannot be imported.
+    `Callable[[], ...]` gets a function that builds it. A list is a tuple for an argument of this type, or with such a default:
+    YAML has none. Mappings and lists are a DictConfig and a ListConfig of OmegaConf with `_convert_: none`, or for an argument
+    of this type. Raise ValueError if a target cannot be imported.
     `hydra.utils.instantiate` is not used: its partials look up their target at every call, which costs 0.1 ms in every step.
     """
     return _bound(node | given, as_configs=False)
@@ -79,7 +80,8 @@ def _bound(node: "Node", *, as_configs: bool) -> Callable[..., Any]:
     is_nested = node.get("_recursive_", True)
     arguments = signature_of(node["_target_"]).arguments
 
-    def build(value: Any, kind: Any = None) -> Any:
+    def build(value: Any, argument: inspect.Parameter | None = None) -> Any:
+        kind = argument.annotation if argument is not None else None
         value = as_node(value, kind) if is_nested else value
         if isinstance(value, dict) and "_target_" in value and any(map(_makes, (kind, *get_args(kind)))):
             return _bound(value, as_configs=as_configs)
@@ -87,14 +89,20 @@ def _bound(node: "Node", *, as_configs: bool) -> Callable[..., Any]:
 
         built = instantiated(value, as_configs=as_configs) if is_nested else value
         is_config = as_configs or any(one in (DictConfig, ListConfig) for one in (kind, *get_args(kind)))
-        return OmegaConf.create(built, flags=_ANY_OBJECT) if is_config and isinstance(built, (dict, list)) else built
+        if is_config and isinstance(built, (dict, list)):
+            return OmegaConf.create(built, flags=_ANY_OBJECT)
+        return tuple(built) if isinstance(built, list) and argument is not None and _takes_tuple(argument) else built
 
-    values = {name: build(value, arguments[name].annotation if name in arguments else None)
-              for name, value in node.items() if name not in HYDRAS}  # fmt: skip
+    values = {name: build(value, arguments.get(name)) for name, value in node.items() if name not in HYDRAS}
     return functools.partial(locate(node["_target_"]), *map(build, node.get("_args_", ())), **values)
 
 
 _ANY_OBJECT = {"allow_objects": True}
+
+
+def _takes_tuple(argument: inspect.Parameter) -> bool:
+    kinds = [get_origin(one) or one for one in (argument.annotation, *get_args(argument.annotation))]
+    return list not in kinds and (tuple in kinds or isinstance(argument.default, tuple))
 
 
 def _makes(kind: Any) -> bool:

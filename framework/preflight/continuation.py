@@ -124,7 +124,7 @@ class Continuation:
     def _compare(self, ours: Continued) -> None:
         """Refuse what computes something else after a restore: a step, its updates, or an evaluation."""
         self._ours, self._player = ours, self._new_player()
-        theirs = self._go_on(ours, self._player)
+        self._theirs = theirs = self._go_on(ours, self._player)
         if differing := other_sketch(ours.step, theirs.step):
             one, again = (self._again(ours) for _ in range(2))
             varies = other_sketch(one, again) != ""
@@ -164,9 +164,10 @@ class Continuation:
             self._refuse(("part",), f"{_RESTORED}, after an evaluation it gives {differing} other values")
 
     def _refuse(self, keys: Sequence[str], what: str, *, why: str = "", cure: str = "") -> NoReturn:
-        """Refuse an object of one of these kinds, if possible with an attribute that has changed."""
-        changed = self._changed()
-        key, name = next((place for kind in keys for place in changed if place[0].partition(".")[0] == kind), (keys[0], ""))
+        """Refuse an object of one of these kinds, if possible with an attribute that has changed, and was not restored."""
+        before, restored = self._ours.before, self._theirs.before
+        lost = [place for place in self._changed() if before.get(place) != restored.get(place)]
+        key, name = next((place for kind in keys for place in lost if place[0].partition(".")[0] == kind), (keys[0], ""))
         kind = key.partition(".")[0]
         if key == "part":
             key = ", ".join(f"part.{part}" for part in self._player.parts.by_name)

@@ -231,7 +231,7 @@ class Player:
         holders: dict[str, Any] = {"model": self.module, "task": self.task, "optimizer": self.update.optimizer}
         holders |= {f"metric.{name}": metric for name, metric in self.trainer.tracker.metrics.by_name.items()}
         holders |= {f"part.{name}": part for name, part in self.parts.by_name.items()}
-        return plain_numbers(holders)
+        return plain_numbers(holders) | {("part", "loop.lr_share"): repr(self.update.lr_share)}
 
     def save(self) -> Path:
         """Save a checkpoint, as the run does; return its path. Refused if a checkpoint cannot hold all of it. Collective."""

@@ -35,9 +35,12 @@ class Problem:
         if re.match(r"[a-z]\w*(\.\w+)+: ", text):
             return cls.of_line(text)
         named = re.match(rf"(?:{group}\.)?(\w+)=(.*)", text)
-        is_dict = isinstance(error, AttributeError) and text.startswith("'dict' object has no attribute")
-        hint = f"{group}._convert_=none gives it DictConfigs, as hydra.utils.instantiate does; or annotate the argument so"
-        return cls(f"{group}.{named[1]}", named[2]) if named else cls(group, text, hint if is_dict else "")
+        hint = ""  # YAML has neither
+        if isinstance(error, AttributeError) and text.startswith("'dict' object has no attribute"):
+            hint = f"{group}._convert_=none gives it DictConfigs, as hydra.utils.instantiate does; or annotate the argument so"
+        elif re.search(r"'list'|\btuple\b", text):
+            hint = "instead of a list [1, 2], {_target_: builtins.tuple, _args_: [[1, 2]]}; or annotate the argument so"
+        return cls(f"{group}.{named[1]}", named[2]) if named else cls(group, text, hint)
 
     def __str__(self) -> str:
         return redact(f"{self.key}: {self.what}" + (f" ({self.expected})" if self.expected else ""))

@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.runtime.forks import Idleness
+from framework.runtime.forks import Idleness, descendants
 
 # makes a rank write its stacks; it is not a signal that stops a run. A Mac has no real-time signals
 _DUMP = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
@@ -160,6 +160,18 @@ class OwnBoard(Board):
         self.mine = mine
         _, _, *fields, phase = mine
         os.pwrite(self._descriptor, _SLOT.pack(*fields, phase.encode()), mine.local_rank * _SLOT.size)
+
+
+def writing_children(pid: int) -> list[int]:
+    """Return the processes that a rank has forked and that write their stacks as it does: its loader processes."""
+    return [child for child in descendants(pid) if _catches(child)]
+
+
+def _catches(pid: int) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/status") as file:  # another program, which the signal would end, catches none
+        caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
+        return bool(int(caught, 16) >> (_DUMP - 1) & 1)
+    return False
 
 
 def request_stacks(pid: int) -> None:

@@ -1,5 +1,6 @@
 """The diagnosis of a hang: when a collective times out, the ranks of a node agree which rank the others wait for."""
 
+import itertools
 import os
 import re
 import signal
@@ -13,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks
+from framework.distributed.hang.board import Board, OwnBoard, RankSlot, RankState, request_stacks, writing_children
 from framework.runtime import log
-from framework.runtime.exits import is_lost_peer, is_timeout
+from framework.runtime.exits import is_lost_peer, is_own_code, is_timeout
 from framework.runtime.forks import busy_s, comes_true, cpu_use, repeating, status_of
 from framework.runtime.torch_internals import BACKWARD_FUNCTION
 
@@ -31,17 +32,28 @@ class Frame(NamedTuple):
         return f"{self.file}:{self.line} in {self.function}"
 
 
-def frames(text: str) -> list[Frame]:
+def frames(text: str, *, thread: int = -1) -> list[Frame]:
     """Return the frames of the main thread, or of the only thread in a traceback, innermost frame first."""
-    threads = re.split(r"^(?:Current t|T)hread 0x", text, flags=re.MULTILINE)
-    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[-1])  # the main thread, the oldest thread, comes last
+    threads = _threads(text)
+    found = re.findall(r'File "(.+)", line (\d+),? in (.+)', threads[thread])  # the main thread, the oldest thread, comes last
     in_order = [Frame(file, int(line), function) for file, line, function in found]
     return in_order if len(threads) > 1 else in_order[::-1]
 
 
-def own_frame(text: str) -> Frame | None:
-    """Return the innermost frame that is not in a library."""
-    return next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
+def _threads(text: str) -> list[str]:
+    return re.split(r"^(?:Current t|T)hread 0x", text, flags=re.MULTILINE)
+
+
+def own_frame(text: str, *, anywhere: bool = False) -> Frame | None:
+    """Return the innermost frame that is not in a library.
+
+    `anywhere`: if the main thread is in the framework's code, prefer the user's in another thread or a loader process.
+    """
+    mine = next((frame for frame in frames(text) if not frame.file.startswith((*_LIBRARIES, "<"))), None)
+    if not anywhere or mine is None or is_own_code(mine.file):
+        return mine
+    others = (frame for number in reversed(range(len(_threads(text)) - 1)) for frame in frames(text, thread=number))
+    return next((frame for frame in others if is_own_code(frame.file)), mine)
 
 
 class RankReport(NamedTuple):
@@ -52,7 +64,7 @@ class RankReport(NamedTuple):
     manner: str  # what the rank does instead of waiting for other ranks; empty if it waits
 
     def __str__(self) -> str:
-        frame = own_frame(self.stack)
+        frame = own_frame(self.stack, anywhere=bool(self.manner))
         return self.slot.place if frame is None else f"{self.slot.place}, at {frame}"
 
 
@@ -95,6 +107,7 @@ _REPORT_S = 1.5  # from the first rank that times out to the last waiting rank t
 _TO_DUMP_S = 1.5
 _TO_LOSE_S = 2.0  # from a broken connection to the end of the process at the other end
 _LATE_S = 0.5
+_MOST_CHILDREN = 4  # of a rank
 _SETTLED_S = 0.2  # a stack that has not grown for this time is complete
 
 
@@ -192,15 +205,20 @@ def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
 
 
 def _dump(slots: list[RankSlot], board: Board) -> None:
-    for slot in slots:
-        request_stacks(slot.pid)
-    deadline, before = time.monotonic() + _TO_DUMP_S, [""]
-    while time.monotonic() < deadline:
-        now = [board.stack(slot.local_rank) for slot in slots]
-        if now == before and all(now):
-            return
-        before = now
-        time.sleep(_SETTLED_S)
+    """Let ranks write their stacks, after those of their loader processes: one of each rank at a time."""
+    children = [writing_children(slot.pid) for slot in slots]
+    for processes in (*itertools.islice(itertools.zip_longest(*children), _MOST_CHILDREN), [slot.pid for slot in slots]):
+        asked = {slot.local_rank: pid for slot, pid in zip(slots, processes) if pid}
+        before = last = {local_rank: board.stack(local_rank) for local_rank in asked}
+        for pid in asked.values():
+            request_stacks(pid)
+        deadline = time.monotonic() + _TO_DUMP_S
+        while time.monotonic() < deadline:
+            time.sleep(_SETTLED_S)
+            now = {local_rank: board.stack(local_rank) for local_rank in asked}
+            if now == last and all(now[local_rank] != before[local_rank] for local_rank in asked):
+                break
+            last = now
 
 
 # --- the watch over a run of one process: no other rank waits for it, so a thread notices when it makes no progress
