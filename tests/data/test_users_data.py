@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ from framework.data.source import Split
 from framework.runtime.exits import Unfit, headline
 from tests.faulty_data import Damaged, DrawnSplit, Dying, Epochs, Odd, Points, Records, drop
 from tests.harness import refused, typed
+
+X, TWO = torch.ones(3), torch.ones(2, 3)
 
 
 def loader_of(train: Callable[[], Any], *, num_workers: int = 0, **options: Any) -> Loader:
@@ -106,6 +109,18 @@ def test_a_sample_that_is_none_is_damaged_unless_a_collate_function_takes_it() -
         loader_of(Damaged).source.sample(1)
     assert loader_of(Damaged, on_error="skip").source.sample(1)[1] == 2
     assert loader_of(Damaged, collate=drop).source.sample(1) is None
+
+
+@pytest.mark.parametrize(("sample", "expected"), [
+    (X, (TWO, None)), ((X,), ((TWO,), None)), ((X, X), (TWO, TWO)), ([X, X, X], ((TWO, TWO, TWO), None)), ({"x": X}, ({"x": TWO}, None)),
+])  # fmt: skip
+def test_a_batch_that_is_no_pair_is_the_inputs(sample: Any, expected: Any) -> None:
+    assert repr(MapStyle(train=partial(list, [sample] * 40)).load("train").gather(np.arange(2))) == repr(expected)
+
+
+def test_a_batch_of_another_type_is_one_argument() -> None:
+    source = MapStyle(train=partial(list, [X] * 40), collate=len).load("train")
+    assert source.gather(np.arange(2)) == ((2,), None)
 
 
 def test_named_tensors_stay_on_the_cpu_for_a_model_that_needs_them_there() -> None:
