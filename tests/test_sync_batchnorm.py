@@ -51,10 +51,15 @@ class Net(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(192, 12), Activated(12), nn.Linear(12, 10))
 
 
+@pytest.mark.slow
 def test_a_layer_keeps_what_it_does_besides_and_the_rehearsal_sees_one_that_normalises_itself(tmp_path: Path) -> None:
     line, two = [*RUN, f"model._target_={__name__}.Net", SYNC, "rehearse=true"], ["parallel=ddp", "launch.nproc_per_node=2"]
     line = [word for word in line if not word.startswith(("model=", "model.channels", "model.norm"))]
-    assert_close(finished(*line, *two, root=tmp_path / "two"), finished(*line, root=tmp_path / "one"))
+    together = finished(*line, *two, root=tmp_path / "two")
+    assert_close(together, finished(*line, root=tmp_path / "one"))
+    assert "depend on the number of processes" not in together.output
+    in_micro_batches = finished(*line, *two, "micro_batch_size=4", root=tmp_path / "cut")
+    assert "trainer.sync_batchnorm: the statistics are of one micro-batch of each process" in in_micro_batches.output
     with_own = [word.replace(".Net", ".OwnNet") for word in line]
     assert refused(*with_own, *two) == Says("parallel: 2 processes compute different results ... loss of step 1 is ...")
 

@@ -90,6 +90,12 @@ class Selected:
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
         return self.selected_from.gather(self._numbers[indices])
 
+    def column(self, name: str) -> np.ndarray:
+        """Return a value of every sample, by its name. AttributeError if the samples have none of this name."""
+        found: Any = self.selected_from
+        values = found.column(name) if hasattr(found, "column") else getattr(found, name)
+        return np.asarray(values)[self._numbers]
+
 
 class Dataset(Protocol):
     """The class that a `conf/dataset/*.yaml` names. Its constructor stores and checks its arguments and reads no file.

@@ -89,11 +89,14 @@ class Cutting:
 
     def _look_at_training(self) -> list[Problem]:
         """Warn of a training step that draws, that couples samples or that counts them, whatever code does so."""
+        synchronised = batch_norms(self._player.module) if self._of_run.trainer.sync_batchnorm else []
+        if synchronised and self._of_run.micro_batch_size is not None and self._of_run.launch.most_processes > 1:
+            what = "the statistics are of one micro-batch of each process, so the results depend on the number of processes"
+            return [Problem("trainer.sync_batchnorm", what, "micro_batch_size=null, or false", is_warning=True)]
         if not self._is_open:
             return []
-        if self._of_run.trainer.sync_batchnorm:
-            for layer in batch_norms(self._player.module):
-                layer.eval()
+        for layer in synchronised:
+            layer.eval()
         changing = [f"part.{name}" for name in self._player.parts.changing_batches]
         found = self._look_at_cuts("model", "its training forward", with_parts=False)
         return found or (self._look_at_cuts(", ".join(changing), "its batch()", with_parts=True) if changing else [])

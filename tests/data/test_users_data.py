@@ -20,6 +20,7 @@ from framework.data.map_style import MapStyle
 from framework.data.order import Order
 from framework.data.source import Split
 from framework.runtime.exits import Unfit, headline
+from framework.samplers.values import values_of
 from tests.faulty_data import Damaged, DrawnSplit, Dying, Epochs, Odd, Points, Records, drop
 from tests.harness import refused, typed
 
@@ -153,6 +154,8 @@ def test_the_folds_of_a_sweep_hold_out_each_training_sample_once() -> None:
         train, val = (build.source(split)._numbers.tolist() for split in ("train", "val"))  # type: ignore[attr-defined,arg-type]
         assert sorted(train + val) == list(range(30)) and len(val) == 10 and len(build.source("test")) == 7
         held_out += val
+        targets = values_of(build.source("val"), "targets", key="sampler.weights")
+        assert np.array_equal(targets, build.source("val").gather(np.arange(10))[1])
     assert sorted(held_out) == list(range(30))
 
 
