@@ -139,6 +139,9 @@ def _loaders(made: Any, split: Split) -> list[Any]:
 
 def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, Any]:
     """Return the parts of a batch as its loader makes it; if it is no pair, all of it as the one argument of the model."""
+    from torch import Tensor
+
     batch = collate(samples)
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is not None
-    return (batch[0], batch[1]) if is_pair else ((batch,), None)  # a pair, because mode=predict needs the inputs alone
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is not None:
+        return batch[0], batch[1]  # because mode=predict needs the inputs alone
+    return batch if isinstance(batch, Tensor) else (batch,), None

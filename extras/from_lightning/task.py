@@ -223,5 +223,5 @@ def _whole(batch: Any) -> Any:
     """Return a batch as the module's data have it."""
     if batch.targets is not None:
         return [batch.inputs, batch.targets]
-    is_argument = isinstance(batch.inputs, tuple) and len(batch.inputs) == 1
+    is_argument = isinstance(batch.inputs, tuple) and len(batch.inputs) == 1 and not isinstance(batch.inputs[0], Tensor)
     return batch.inputs[0] if is_argument else batch.inputs

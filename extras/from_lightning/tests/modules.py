@@ -310,6 +310,30 @@ class LogsAlike(IndexedGAN):
         pass
 
 
+def named_points() -> list[Any]:
+    return [{"x": torch.ones(6) * number, "name": f"point {number}"} for number in range(40)]
+
+
+def bare_points() -> list[Any]:
+    return [(torch.ones(6) * number,) for number in range(40)]
+
+
+class TakesWhole(L.LightningModule):
+    """Its data have no targets."""
+
+    def __init__(self, has_names: bool) -> None:
+        super().__init__()
+        self.net, self.has_names = nn.Linear(6, 6), has_names
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"] if self.has_names else batch[0]
+        assert x.shape[1:] == (6,) and (not self.has_names or batch["name"][0].startswith("point"))
+        return F.mse_loss(self.net(x), x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
 class Teacher(L.LightningModule):
     """A student follows its own average, which a hook moves after each batch; the shape of BYOL and of mean teachers."""
 
