@@ -162,12 +162,13 @@ def test_groups_in_groups_and_options_named_like_numbers_can_be_swept(swept: lis
     assert [composed_model(*multirun.line(values)) for values in combinations(multirun.space)] == models
 
 
-def test_every_option_fits_the_schema() -> None:
+@pytest.mark.parametrize("are_alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_option_fits_the_schema(are_alone: bool) -> None:
     chosen = {name: options(name) for name in groups() if options(name)}
     chosen["task"].remove("lightning")  # which brings its model, optimizer and schedule
     alone = [[("task", "lightning")], *([("experiment", option)] for option in chosen.pop("experiment"))]
     together = [[(name, one[n % len(one)]) for name, one in chosen.items()] for n in range(max(map(len, chosen.values())))]
-    for line in [*alone, *together]:
+    for line in alone if are_alone else together:
         config, found, known, given = compose_line([f"{group}={option}" for group, option in line])
         problems = validate(Composed(config, found, known, given)).problems
         for name in COMPONENTS:

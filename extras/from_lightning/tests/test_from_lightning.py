@@ -208,7 +208,7 @@ def test_an_evaluation_has_the_values_of_its_own_and_without_a_clear_loss_that_o
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "strategy"), [
-    ("Wasserstein", "fsdp"), ("Schedules", "ddp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
+    ("Schedules", "ddp"), ("Wasserstein", "fsdp"), ("GAN", "ddp"), ("Classifier", "fsdp"), ("Teacher", "fsdp"), ("Habits", "ddp"),
     ("Skips", "ddp"), ("Classifier", "ddp"), ("PlateauByHand", "ddp"), ("Skips", "fsdp"), ("GAN", "fsdp"), ("Teacher", "ddp"), ("Habits", "fsdp"),
     ("IndexedGAN", "ddp"),
 ])  # fmt: skip
