@@ -138,7 +138,7 @@ FOUND = {
     "a micro-batch of one sample": (users("Points", "+model.is_normed=true", "micro_batch_size=3"), "model: it does not take a micro-batch of 1 sample ... (a micro_batch_size that divides global_batch_size"),
     "a parameter in another precision, fsdp": (users("Points", "+model.scale=float64", "parallel=fsdp", TWO), "parallel: a step in fp32 on 2 processes fails: AssertionError: FSDP expects uniform original parameter dtype ..."),
     "its own sum over processes": ([*model("SumsItself"), "parallel=ddp", TWO, "micro_batch_size=4"], "model: 2 processes compute different results ... its own code asks torch.distributed: all_reduce at ... faulty.py: ..."),
-    "draws that no layer shows, cut": ([*model("DroppingWhereCut"), "micro_batch_size=4", "parallel=tensor", TWO], "parallel: 2 processes compute different results ... first in the output of ..."),
+    "draws that no layer shows, cut": ([*model("DroppingWhereCut"), "micro_batch_size=4", "parallel=tensor", TWO], "parallel: 2 processes compute different results ..."),
     "experts that draw": ([*model("Mixed"), "+model.kind=dropout", "micro_batch_size=4", "parallel=expert", TWO], "parallel: 2 processes compute different results ... first in the output of chosen ..."),
     "experts that look at all choices": ([*model("Mixed"), "+model.kind=coupled", "parallel=expert", TWO], "parallel: 2 processes compute different results ... first in the output of chosen ..."),
     "experts that count on all": ([*model("Mixed"), "+model.kind=counted", "parallel=expert", TWO], "parallel: a step on 2 processes fails with this model: AssertionError: all of them ..."),
@@ -317,8 +317,8 @@ def test_what_does_not_run_in_float64_takes_its_steps_under_the_strategy_all_the
     assert warning.is_warning and said(warning) == Says(
         "parallel: the strategy was not compared ... must have the same dtype ..."
     )
-    assert not refusal.is_warning and said(refusal) == Says("parallel: a step in fp32 on 2 processes fails: ... (parallel=ddp)")
-    assert found([*task("Probing"), "parallel=ddp", TWO]) == [warning]
+    assert not refusal.is_warning and said(refusal) == Says("parallel: a step in fp32 on 2 processes fails: ... (parallel=zero)")
+    assert found([*task("Probing"), "parallel=zero", TWO]) == [warning]
 
 
 @pytest.mark.slow
