@@ -317,7 +317,9 @@ def test_what_does_not_run_in_float64_takes_its_steps_under_the_strategy_all_the
     assert warning.is_warning and said(warning) == Says(
         "parallel: the strategy was not compared ... must have the same dtype ..."
     )
-    assert not refusal.is_warning and said(refusal) == Says("parallel: a step in fp32 on 2 processes fails: ... (parallel=zero)")
+    assert not refusal.is_warning and said(refusal) == Says(
+        "parallel: a step in fp32 on 2 processes fails: ... (parallel=zero)"
+    )
     assert found([*task("Probing"), "parallel=zero", TWO]) == [warning]
 
 
