@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from framework.runtime.exits import Unfit
 from framework.runtime.torch_internals import UNREAD_STATISTICS, copy_all, version_of
 
-_SMALL = 1 << 20  # bytes of a buffer on a GPU, which is sent in any step: to compare it, the host would wait for the GPU
+_SMALL = 1 << 20  # bytes: a GPU's buffer up to this size is sent in each step, because the host would wait to compare it
 
 
 class Buffers:
@@ -40,7 +40,7 @@ class Buffers:
         self._behind: set[nn.Module] = set()  # modules with statistics that only rank 0 has
         self._broadcast = broadcast if self._read else None
         self._moving = set[int]()  # the buffers that a step has changed
-        self._first: list[Tensor] = []  # the values at the start of the first step, of which the others still have theirs
+        self._resting: dict[int, Tensor] | None = None  # the values of the others on a CPU; None before the first step
         self._is_alone = False
         self._start: list[Tensor] = []
         self._versions: list[int] = []
@@ -75,7 +75,7 @@ class Buffers:
             return
         self._is_alone, self._start, self._left = is_alone, self.tensors, None
         self._versions = [version_of(tensor) for tensor in self._start]
-        needs_values = not is_alone or (not self._first and self._broadcast is not None)
+        needs_values = not is_alone or (self._resting is None and self._broadcast is not None)
         self._values = self.values() if needs_values else None
 
     def end_forward(self, micro_batch: int | None) -> None:
@@ -103,20 +103,19 @@ class Buffers:
         if self._left is not None:
             self.set(self._left, onto=self._start)
         if self._broadcast is not None:
-            now, is_first = self.tensors, not self._first
-            self._first = self._first or self._values or []
+            now = self.tensors
+            if self._resting is None:
+                self._resting = dict(enumerate(self._values or []))
             # on the CPU: to read them on a GPU, the host would wait for the GPU
-            flags = torch.tensor([self._is_sent(i, now[i], is_first=is_first) for i in self._read], dtype=torch.uint8)
+            flags = torch.tensor([self._is_sent(i, now[i], self._resting.get(i)) for i in self._read], dtype=torch.uint8)
             self._broadcast([flags])
             self._broadcast([now[i] for i, flag in zip(self._read, flags.tolist()) if flag])
+            resting = ((i, self._resting[i]) for i in self._read if i in self._resting and i not in self._moving)
+            self._resting = {i: value for i, value in resting if value.device.type == "cpu"}
         self._values = self._left = None
 
-    def _is_sent(self, i: int, now: Tensor, *, is_first: bool) -> bool:
-        is_on_cpu = now.device.type == "cpu"
-        if i not in self._moving and (
-            now is not self._start[i]
-            or version_of(now) != self._versions[i]
-            or ((is_first or is_on_cpu) and not torch.equal(now, self._first[i]))
-        ):
+    def _is_sent(self, i: int, now: Tensor, resting: Tensor | None) -> bool:
+        has_moved = now is not self._start[i] or version_of(now) != self._versions[i]
+        if has_moved or (resting is not None and not torch.equal(now, resting)):
             self._moving.add(i)
-        return i in self._moving or (not is_on_cpu and now.numel() * now.element_size() <= _SMALL)
+        return i in self._moving or (now.device.type != "cpu" and now.numel() * now.element_size() <= _SMALL)

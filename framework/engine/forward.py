@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.engine.buffers import Buffers
-from framework.engine.of_samples import WHICH, name_samples, require_rows
+from framework.engine.of_samples import TARGETS_REMEDY, name_samples, require_rows
 from framework.engine.seam import MicroBatch, Observe, Step, Task, says_itself
 from framework.engine.sums import Sums, Value, as_sums, loss_in, weight_of
 from framework.modules.structure import only_dropouts
@@ -134,7 +134,7 @@ class Forward:
         if self._weight is None:
             return step, lambda: scale / num_samples
         if step.micro_batches[0].targets is None:
-            raise Unfit(f"dataset: a batch has no targets, which this task needs ({WHICH})")
+            raise Unfit(f"dataset: a batch has no targets, which this task needs ({TARGETS_REMEDY})")
         step = step._replace(micro_batches=[m._replace(weight=_exact(self._weight(m.targets))) for m in step.micro_batches])
         if among_ranks and step.targets is not None and not _is_fraction(weight := self._weight(step.targets)):
             return step, _factor(scale, _exact(weight))

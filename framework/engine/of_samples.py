@@ -9,7 +9,7 @@ from framework.engine.sums import Sums, is_weight, weight_of
 from framework.modules.tensors import Tree, map_tensors, tensors_in
 from framework.runtime.exits import REMARK
 
-WHICH = "dataset.inputs and dataset.targets say which are which"
+TARGETS_REMEDY = "dataset.inputs and dataset.targets say which are which"
 _MOST_NAMED = 16
 
 
@@ -50,7 +50,7 @@ def name_samples(
         names = list(map(str, micro_batch.samples if narrowed is None else _guilty(micro_batch, narrowed)))
         more = ", ..." if len(names) > _MOST_NAMED else ""
         who = f"sample {names[0]}" if len(names) == 1 else f"among samples {', '.join(names[:_MOST_NAMED])}{more}"
-        lacking = f", without targets: {WHICH}" if micro_batch.targets is None else ""
+        lacking = f", without targets: {TARGETS_REMEDY}" if micro_batch.targets is None else ""
         setattr(error, REMARK, f" ({who} of {micro_batch.split}{lacking})")
 
 

@@ -165,7 +165,7 @@ def _remedies(parallel: Node) -> Sequence[Node]:
 
 
 def _others(parallel: Node) -> list[tuple[str, Node]]:
-    """Return the strategies for most models, each with its text for the command line; first one that also saves memory."""
+    """Return the strategies for most models, with their texts for the command line. Zero saves memory as a sharded one does."""
     nodes = {name: option_node("parallel", name) for name in (*(["zero"] if "shard" in parallel else []), "ddp", "fsdp")}
     return [(" ".join(filter(None, [f"parallel={name}", _line(more)])), node | more)
             for name, node in nodes.items() for more in ({}, *_remedies(node))]  # fmt: skip

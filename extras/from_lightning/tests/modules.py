@@ -299,7 +299,7 @@ class IndexedGAN(GAN):
 
 
 class LogsAlike(IndexedGAN):
-    """It measures losses under the names of its training, and returns what is none."""
+    """It measures values under the names of its training's losses, and returns no loss."""
 
     def validation_step(self, batch: Any) -> Any:
         real, _ = batch

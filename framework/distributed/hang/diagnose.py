@@ -107,7 +107,7 @@ _REPORT_S = 1.5  # from the first rank that times out to the last waiting rank t
 _TO_DUMP_S = 1.5
 _TO_LOSE_S = 2.0  # from a broken connection to the end of the process at the other end
 _LATE_S = 0.5
-_MOST_CHILDREN = 4  # of a rank
+_MOST_CHILDREN = 16  # of a rank
 _SETTLED_S = 0.2  # a stack that has not grown for this time is complete
 
 
@@ -207,14 +207,15 @@ def _manner(slot: RankSlot, stack: str, *, computes: bool) -> str:
 def _dump(slots: list[RankSlot], board: Board) -> None:
     """Let ranks write their stacks, after those of their loader processes: one of each rank at a time."""
     children = [writing_children(slot.pid) for slot in slots]
-    for processes in (*itertools.islice(itertools.zip_longest(*children), _MOST_CHILDREN), [slot.pid for slot in slots]):
+    rounds = [(pids, _SETTLED_S / 4) for pids in itertools.islice(itertools.zip_longest(*children), _MOST_CHILDREN)]
+    for processes, settled_s in (*rounds, ([slot.pid for slot in slots], _SETTLED_S)):
         asked = {slot.local_rank: pid for slot, pid in zip(slots, processes) if pid}
         before = last = {local_rank: board.stack(local_rank) for local_rank in asked}
         for pid in asked.values():
             request_stacks(pid)
         deadline = time.monotonic() + _TO_DUMP_S
         while time.monotonic() < deadline:
-            time.sleep(_SETTLED_S)
+            time.sleep(settled_s)
             now = {local_rank: board.stack(local_rank) for local_rank in asked}
             if now == last and all(now[local_rank] != before[local_rank] for local_rank in asked):
                 break
