@@ -1140,6 +1140,22 @@ class Rolled(nn.Module):
         return x.roll(1, dims=1)
 
 
+class LowersTheRate:
+    """Restores what it counts, but not the rate that it has set."""
+
+    count = 0
+
+    def evaluated(self, loop: Any, split: str, row: dict[str, Any]) -> None:
+        self.count += 1
+        loop.lr_share = 0.5**self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
 class CountsPadding:
     """A part that counts the samples of a step, with those of padding."""
 

@@ -216,7 +216,8 @@ def _outputs(module: nn.Module, outputs: dict[tuple[str, torch.Size], Sketch]) -
             continue
 
         def note(part: nn.Module, _: object, output: Any, name: str = name) -> None:
-            tensor = first_tensor(output)
+            tensor: Any = first_tensor(output)
+            tensor = tensor.wait() if hasattr(tensor, "wait") else tensor  # the sum of a layer that is cut by rows
             if name not in noted and type(tensor) is Tensor and tensor.is_floating_point():
                 found = sketch(tensor)
                 if found[0] == found[0] or any(True for _ in nn.Module.parameters(part)):  # or a stage has skipped it
