@@ -27,6 +27,7 @@ CONVOLUTIONS = ["dataset=digits", "model=cnn", "global_batch_size=64", *LOOP]
 SMALL = ["dataset=synthetic", "dataset.kind=tokens", "dataset.num_train=512", "dataset.num_val=8", "dataset.num_test=8",
          "dataset.seq_len=64", "task=language_modeling", "model=gpt", "model.dim=128", "model.num_layers=4", "model.num_heads=4",
          "global_batch_size=16", *LOOP]  # fmt: skip
+ON_CPU_ALSO = ["dataset.seq_len=16", "model.dim=32"]  # a CPU takes minutes for each run otherwise
 ALONE = ["parallel=single", "trainer.max_epochs=null", "checkpoint.every=null", "rehearse=false", "trainer.max_steps=60",
          "trainer.log_every=10", "trainer.eval_every=null"]  # fmt: skip
 RECIPES = {  # as in conf/experiment, on one device, one micro-batch per step, with random tokens and artificial images
@@ -78,7 +79,8 @@ class Checks:
             base: Sequence[str] = SMALL, launcher: Sequence[str] = (), imports: Path = ROOT) -> Ended:  # fmt: skip
         """Run the command. If `kill_after` is given, kill all its processes as soon as it has a checkpoint of this step."""
         folder = folder or self._folder / str(next(self._numbers))
-        words = ["train.py", *base, f"device={self._device}", *overrides, f"run.dir={folder}"]
+        sizes = ON_CPU_ALSO if base is SMALL and self._device == "cpu" else []
+        words = ["train.py", *base, *sizes, f"device={self._device}", *overrides, f"run.dir={folder}"]
         command = [sys.executable, *launcher, *words]
         environment = {**os.environ, "PYTHONPATH": f"{imports}:{os.environ.get('PYTHONPATH', '')}"}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -109,8 +109,9 @@ def test_each_check_of_a_gpu_is_a_line_and_one_that_fails_is_the_exit_code(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_checks_of_a_gpu_that_a_cpu_can_show_pass(tmp_path: Path) -> None:
-    line = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--only", "bits", "strategies"]
+@pytest.mark.parametrize("check", ["bits", "strategies"])
+def test_the_checks_of_a_gpu_that_a_cpu_can_show_pass(check: str) -> None:
+    line = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--only", check]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # four runs at a time
     done = subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0 and done.stdout.count("ok  ") == 2, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("ok  ") == 1, done.stdout + done.stderr
