@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from framework.checkpoint.store import CheckpointStore
+from framework.data.loader import Loader
 from framework.data.synthetic import Synthetic
 from framework.distributed.hang.board import Board, OwnBoard, request_stacks
 from framework.distributed.hang.diagnose import frames
@@ -72,6 +73,14 @@ def sleep() -> None:
 
 def in_training(act: Act) -> None:
     before_each(Engine, "train", lambda engine, step, *, index, **_: act() if index == AT else None)
+
+
+def in_a_fetch(act: Act) -> None:
+    def fetch(loader: Loader, samples_seen: int) -> None:
+        if samples_seen == AT * loader.order.global_batch_size:
+            act()
+
+    before_each(Loader, "train_step", fetch)
 
 
 def in_evaluation(act: Act) -> None:
@@ -138,6 +147,7 @@ HANGS = [  # where a rank acts, the phase that is named, and the function in whi
     ("fsdp 3", 1, loop, in_training, "training", "train", "computes"),
     ("ddp 3", 2, loop_in_c, in_training, "training", "train", "computes"),
     ("ddp 2", 0, sleep, in_training, "training", "train", "waits, but not"),
+    ("ddp 2", 1, sleep, in_a_fetch, "data", "train", "waits, but not"),
     ("ddp 3", 1, stop, in_evaluation, "evaluation", "evaluate", "stop"),
     ("fsdp 2", 1, stop, in_a_save, "saving", "save", "stop"),
     ("ddp 2", 0, loop, in_evaluation, "evaluation", "evaluate", "computes"),

@@ -1,6 +1,7 @@
 """A forked process for trials: what the user's code stores, caches, prints or breaks there does not reach the run."""
 
 import bdb
+import math
 import multiprocessing
 import os
 import signal
@@ -34,33 +35,37 @@ class ChildFailure:
         return self.what
 
 
-def in_child(work: Callable[[], _Found], *, limit_s: float | None = None, is_silent: bool = False) -> _Found | ChildFailure:
+def in_child(
+    work: Callable[[], _Found], *, limit_s: float = math.inf, announce: Callable[[], None] | None = None
+) -> _Found | ChildFailure:
     """Run `work` in a forked process; return its result, or how the process failed. Interrupted by a signal.
 
-    `is_silent`: its output is discarded. If it does nothing for ten seconds, a warning says where it waits.
+    If it does nothing for ten seconds, a warning says where it waits. With `announce`, which is called after ten seconds, its
+    output is discarded.
     """
     with tempfile.TemporaryFile("w+") as stacks:
-        return in_new_thread(partial(_in_child, work, stacks, limit_s=limit_s, is_silent=is_silent))
+        return in_new_thread(partial(_in_child, work, stacks, limit_s, announce))
 
 
-def _in_child(work: Callable[[], _Found], stacks: IO[str], *, limit_s: float | None, is_silent: bool) -> _Found | ChildFailure:
+def _in_child(
+    work: Callable[[], _Found], stacks: IO[str], limit_s: float, announce: Callable[[], None] | None
+) -> _Found | ChildFailure:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(work, theirs, stacks, is_silent))
+    child = context.Process(target=_child, args=(work, theirs, stacks, announce is not None))
     with held_back():
         child.start()
     theirs.close()
-    began, idleness, place, why, is_announced = time.monotonic(), Idleness(), "", None, False
+    began, idleness, place, why = time.monotonic(), Idleness(), "", None
     with suppress(EOFError):
         while not ours.poll(0.05):
-            if limit_s is not None and not is_announced and time.monotonic() - began > _SILENT_S:
-                is_announced = True
-                LOGGER.info("this run is rehearsed; at most %.0f s (rehearse=false starts without a rehearsal)", limit_s)
+            if announce is not None and time.monotonic() - began > _SILENT_S:
+                announce()
             idle_s = idleness.lasts_s([child.pid])
             if idle_s > _SILENT_S and not place:
                 place = place_in(child.pid or 0, stacks) or "an unknown place"
                 LOGGER.warning("the check of this run has done nothing for %.0f s: it waits at %s", idle_s, place)
-            if limit_s is not None and time.monotonic() - began > limit_s:
+            if time.monotonic() - began > limit_s:
                 at = place_in(child.pid or 0, stacks)
                 why = ChildFailure(f"it took more than {limit_s:.0f} s" + f", and is at {at}" * bool(at), is_unfinished=True)
             elif idle_s > _HANGS_S:

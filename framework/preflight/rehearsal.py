@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -74,6 +74,9 @@ def perform(build: Builder) -> tuple[list[Problem], str]:
     config, found = build.config, list[Problem]()
     unchecked = _lack_of_memory(build)
     num_threads = 1 if _num_parameters(build) < _FOR_ONE_THREAD else len(cpus())
+    announce = cache(
+        partial(LOGGER.info, "this run is rehearsed; each part takes at most %.0f s (%s)", _LIMIT_S, _SWITCH)
+    )  # once
     works: list[tuple[Callable[[Builder, Any], _Answer], str]] = [
         (lambda small, _: Trial(small).run(), _RESUMES),
         (lambda small, left: (Continuation(small).compare(left), None), _RESUMES),
@@ -89,7 +92,7 @@ def perform(build: Builder) -> tuple[list[Problem], str]:
         with TemporaryDirectory(prefix="steadfast-") as folder:
             for number, (work, _) in enumerate(works):
                 small = _small(build, size=size, folder=folder)
-                (more, left), unchecked = _tried(partial(work, small, left), num_threads=num_threads)
+                (more, left), unchecked = _tried(partial(work, small, left), announce, num_threads=num_threads)
                 found += more
                 if unchecked:
                     return found, _with_rest(unchecked, works[number:])
@@ -137,7 +140,7 @@ def _lack_of_memory(build: Builder) -> str:
     return f"it would take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free" if needed > free / 2 else ""
 
 
-def _tried(work: Callable[[], _Answer], *, num_threads: int) -> tuple[_Answer, str]:
+def _tried(work: Callable[[], _Answer], announce: Callable[[], None], *, num_threads: int) -> tuple[_Answer, str]:
     """Return the answer of `work` in a separate process, and why it was not finished, or ""."""
 
     def answer() -> _Answer:
@@ -147,7 +150,7 @@ def _tried(work: Callable[[], _Answer], *, num_threads: int) -> tuple[_Answer, s
         except Refused as refused:
             return [refused.problem], None
 
-    found = in_child(answer, limit_s=_LIMIT_S, is_silent=True)
+    found = in_child(answer, limit_s=_LIMIT_S, announce=announce)
     if not isinstance(found, ChildFailure):
         return found, ""
     if found.is_unfinished:

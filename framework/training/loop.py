@@ -75,6 +75,7 @@ class Trainer:
         while True:
             if not self.due.left:
                 self.speed.enter("data")
+                self.world.at("data", step=self.progress.step + 1)
                 step = next(steps)
                 try:
                     self.take(step)
@@ -96,13 +97,11 @@ class Trainer:
                 self.due.finish(self.evaluate, may_stop=can_save and self.parts.can_break_off, is_over=lambda: self.is_over)
                 is_over = self.is_over and not self.due.left
             is_best = can_save and self.saver.is_among_best(self.tracker.monitored(step=self.progress.step))
-            asked_now, save_failed, *rung = self.alarms.ask(now=self.is_due(self.plan.settings.log_every))
+            asked_now, *rung = self.alarms.ask(now=self.is_due(self.plan.settings.log_every))
             rings = self.alarms.heard(rung, step=self.progress.step) if rung else rings
             is_asked |= asked_now or bool(self.due.left)
             is_late |= self.is_due(self.plan.checkpoint_every) or rings[1]
             preempted = is_asked and can_save
-            if save_failed:
-                self.saver.settle()
             is_due = is_best or preempted or (is_late and can_save)
             if preempted and not is_over:
                 is_due = not self.saver.is_short_of_time(self.progress.step, grace_s=self.plan.grace_s)

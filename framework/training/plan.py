@@ -47,14 +47,19 @@ class Alarms:
         self._are_set = any(seconds_of(period) is not None for period in periods)
 
     def ask(self, *, now: bool) -> list[bool]:
-        """Return whether any rank has asked for a stop, whether a save has failed, and which periods are over. Collective.
+        """Return whether any rank has asked for a stop, and which periods are over; settle a failed save. Collective.
 
         All as of the previous call. A period's flag stays until it is heard, as not every call sends it: see `any_flags`.
         """
         clock, own = time.monotonic(), [False] * len(self._seconds) if self._are_set else []
         for number, seconds in enumerate(self._seconds if own else ()):
             own[number] = seconds is not None and clock - self._since[number] >= seconds
-        return self._world.agreement.any_flags(PREEMPTION.requested, self._saver.has_failed, *own, now=now)
+        is_asked, has_failed, *rung = self._world.agreement.any_flags(
+            PREEMPTION.requested, self._saver.has_failed, *own, now=now
+        )
+        if has_failed:
+            self._saver.settle()
+        return [is_asked, *rung]
 
     def heard(self, flags: Sequence[bool], *, step: int) -> list[bool]:
         """Return which flags are new: one that arrives in the step after another was on its way before that was heard."""
