@@ -48,7 +48,9 @@ class Activated(nn.BatchNorm1d):
 
 class Net(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(192, 12), Activated(12), nn.Linear(12, 10))
+        first, second = (nn.Linear(size, 12, bias=False) for size in (192, 12))
+        norm = nn.SyncBatchNorm(12)  # torch's own runs only on GPUs
+        super().__init__(nn.Flatten(), first, Activated(12), second, norm, nn.Linear(12, 10))
 
 
 @pytest.mark.slow

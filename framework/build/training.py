@@ -40,7 +40,7 @@ from framework.optim.precision import PRECISIONS
 from framework.optim.turns import turns_of
 from framework.optim.update import Average, AveragedWeights, Update
 from framework.parallel.first_weights import put_aside
-from framework.parallel.sync_batchnorm import synchronise
+from framework.parallel.sync_batchnorm import replace_sync, synchronise
 from framework.runs.directory import RunDirectory
 from framework.runtime import torch_internals
 from framework.runtime.lock import Claim
@@ -140,6 +140,7 @@ class Builder:
         config, precision = self.config, self.precision
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
+        replace_sync(module)
         give_example(module, partial(example_inputs, self.dataset, self._train_samples, dtype=precision.parameters))
         change_model(module, config.trainer, task=self.task, linear=precision.linear, world=self.world, run=config.run)
         links = chain_of(module)

@@ -14,6 +14,20 @@ from framework.engine.forward import Forward
 from framework.runtime.torch_internals import BATCH_NORMS
 
 
+class OfSync(BATCH_NORMS):
+    """What a model's nn.SyncBatchNorm becomes: the same layer with the forward of BatchNorm, for any number of dimensions."""
+
+    def _check_input_dim(self, _: Tensor) -> None:
+        pass
+
+
+def replace_sync(model: nn.Module) -> None:
+    """Let every nn.SyncBatchNorm be a layer that `synchronise` can synchronise. Names and state do not change."""
+    for layer in model.modules():
+        if type(layer) is nn.SyncBatchNorm:
+            layer.__class__ = OfSync  # type: ignore[assignment]
+
+
 def synchronise(model: nn.Module, *, group: dist.ProcessGroup, forward: Forward) -> None:
     """Let every BatchNorm layer in training take its statistics over all ranks of `group`. Names and state do not change.
 

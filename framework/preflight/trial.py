@@ -5,13 +5,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.build.schedules import schedules
 from framework.build.training import Builder
 from framework.engine.forward import modules_of
 from framework.engine.seam import Step
 from framework.optim.update import Update
+from framework.parallel.sync_batchnorm import OfSync
 from framework.preflight.continuation import BEFORE, Continued, in_bytes, validation_tensors
 from framework.preflight.cutting import Cutting
 from framework.preflight.differences import Writes
@@ -23,7 +24,6 @@ from framework.runtime.problem import Problem
 
 _AGING, _SMALL = 32, 1_000_000  # steps before the second comparison, for models with at most so many parameters
 _UPDATES, _UPDATES_S = 5, 0.5  # updates after a step, for an optimizer that counts, and seconds
-_SYNC = "use nn.BatchNorm2d, with trainer.sync_batchnorm=true"
 
 
 class Trial:
@@ -85,8 +85,9 @@ class Trial:
             raise Refused("model", what, f"draw {KEYED}, which the run seeds, or seed the generator")
 
     def _look_at_kinds(self, player: Player) -> None:
-        if self.num_processes > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in player.module.modules()):
-            raise Refused("model", "nn.SyncBatchNorm computes with the samples that each process happens to have", _SYNC)
+        is_off = self.num_processes > 1 and not self.build.config.trainer.sync_batchnorm
+        if is_off and any(isinstance(module, OfSync) for module in player.module.modules()):
+            raise Refused("model", "it has nn.SyncBatchNorm: trainer.sync_batchnorm is false", "trainer.sync_batchnorm=true")
         for prefix, module in modules_of(player.task).items():
             for name, parameter in module.named_parameters(prefix=prefix):
                 if parameter.requires_grad:
