@@ -25,6 +25,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
     config, directory, world = build.config, build.directory, build.world
     shown = trainer.splits.loader("train") if world.rank == 0 and config.logger else None
     provenance = Provenance(directory.path)
+    git = start.git if (start := provenance.latest) is not None else None
     info = RunInfo(
         directory=directory.path,
         run_id=config.run.id,
@@ -37,7 +38,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
         monitor=config.checkpoint.monitor,
         direction=config.checkpoint.direction,
         best=trainer.tracker.best,
-        commit=provenance.commit,
+        commit=git.commit if git is not None else None,
         code={module: str(path) for module, path in provenance.files().items()},
     )
     before = directory.read_summary().get("began")
