@@ -90,6 +90,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             if world.rank == 0:
                 LOGGER.error("%s", end)
             code = end.code
+        gc.collect()  # DDP's reducer and the shards must go before their process groups: exit can hang (pytorch#56297)
         world.groups.leave()
         return code
 
