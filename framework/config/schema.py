@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from framework.config.folders import DOTTED
 from framework.config.launch import LaunchSection
@@ -211,14 +212,16 @@ def section_of(annotation: Any) -> type[Section] | None:
     return found[0] if found else None
 
 
-def keys_of(section: type[Section], prefix: str = "") -> list[str]:
-    """Return the dotted keys of a section and its subsections."""
-    keys = []
+def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the fields of a section and its subsections by their dotted keys."""
     for name, field in section.model_fields.items():
-        keys.append(prefix + name)
+        yield prefix + name, field
         if (inner := section_of(field.annotation)) is not None:
-            keys += keys_of(inner, prefix + name + ".")
-    return keys
+            yield from fields_of(inner, f"{prefix}{name}.")
+
+
+def keys_of(section: type[Section], prefix: str = "") -> list[str]:
+    return [key for key, _ in fields_of(section, prefix)]
 
 
 STATIC_KEYS = keys_of(RunConfig)  # keys that are independent of the chosen options
