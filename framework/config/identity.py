@@ -62,10 +62,6 @@ def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _of_dataset(node: Mapping[str, Any]) -> Iterable[str]:
-    return ("source",) if _is_own(node) else ()
-
-
 def _of_strategy(node: Mapping[str, Any]) -> Iterable[str]:
     return (key for key, value in node.items() if _is_own(node) and (key not in INEXACT or value is None))
 
@@ -91,7 +87,7 @@ def _is_own(node: Mapping[str, Any]) -> bool:
 
 # What acts in the order that is given: parts, turns, and whatever a component gets as a mapping.
 _ORDERED = (*COMPONENTS, "part")
-_OF_SECTIONS = {"dataset": _of_dataset, "parallel": _of_strategy, "trainer": _of_trainer}
+_OF_SECTIONS = {"dataset": lambda node: ("source",) if _is_own(node) else (), "parallel": _of_strategy, "trainer": _of_trainer}
 _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}
 
 

@@ -148,9 +148,7 @@ def value_problems(annotation: Any, value: Any, key: str) -> list[Problem]:
     return []
 
 
-@functools.lru_cache(maxsize=1000)
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(annotation, config=_STRICT)
+_adapter = functools.lru_cache(maxsize=1000)(functools.partial(TypeAdapter[Any], config=_STRICT))
 
 
 def section_problems(section: type[Section], values: Any, key: str, known: list[str]) -> list[Problem]:

@@ -74,7 +74,8 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             LOGGER.error("%s", end)
             return end.code
         at_end.callback(world.stop)
-        if config.launch.keeps_memory_on(world.device.type):
+        keeps_memory = config.launch.keep_freed_memory
+        if world.device.type == "cpu" if keeps_memory is None else keeps_memory:
             keep_freed_memory()
         if odd := [rank for rank in world.agreement.distinct(frozen.digest) if rank]:
             raise RuntimeError(

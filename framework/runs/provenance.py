@@ -268,6 +268,4 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
+_distributions = functools.cache(packages_distributions)
