@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.runtime.exits import Exit, Interrupted, RunEnded
-from framework.runtime.files import lock_file, make_directory
+from framework.runtime.files import facts_in, lock_file, make_directory
 from framework.runtime.forks import repeating
 from framework.runtime.preemption import PREEMPTION
 
@@ -155,9 +155,8 @@ class Lock:
 
     def holder(self) -> dict[str, Any]:
         """Return the file's record of the process that holds the lock, or that was killed while it held the lock."""
-        with suppress(OSError, ValueError, RecursionError):
-            holder = json.loads(self.path.read_text())
-            return holder if isinstance(holder, dict) else {}
+        with suppress(OSError):
+            return facts_in(self.path.read_bytes())
         return {}
 
 
