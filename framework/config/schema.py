@@ -150,10 +150,6 @@ class RunConfig(Section):
         """Whether the same command must give the same bits on CUDA."""
         return self.invariance == "bitwise" if self.trainer.deterministic is None else self.trainer.deterministic
 
-    def in_group(self, group: str) -> "RunConfig":
-        """Return the configuration with this `run.group`. An existing group stays."""
-        return self if self.run.group is not None else self.with_run(group=group)
-
     def begun(self) -> "RunConfig":
         """Return the configuration for a restart: `run.resume=never` must not start from the beginning a second time."""
         return self.with_run(resume="auto") if self.run.resume == "never" else self
