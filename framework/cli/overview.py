@@ -18,16 +18,13 @@ from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
 
-_USED = {"status": ("mode", "run.root"), "report": ("mode", "run.root", "report.every_s")}
-
 
 def over_root(line: list[str], composed: Composed, mode: Mode) -> int:
     """Run a mode for all runs below run.root. Return the exit code."""
     draft = validate(composed)
-    used = _USED[mode.name]
     if not draft.problems:
-        expected = " and ".join(used[1:]) + " alone"
-        ignored = [key for key in composed.given if key not in used]
+        expected = " and ".join(mode.may_give[1:]) + " alone"
+        ignored = [key for key in composed.given if key not in mode.may_give]
         draft.add(Problem(key, f"does nothing with mode={mode.name}", expected) for key in ignored)
     config = draft.config
     return print_problems(draft.problems) if config is None else locate(mode.parent)(Command(line, config))
