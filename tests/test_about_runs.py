@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,14 +204,14 @@ def test_a_loaded_model_has_the_accuracy_that_the_run_measured_on_the_data_it_gi
 
 
 @pytest.fixture
-def damaged(root: Path, tmp_path: Path) -> Iterator[Path]:
+def damaged(root: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "damaged"
     copy.mkdir()
     for name in ("metrics.jsonl", "summary.json", "lock"):
         (copy / name).write_bytes((run_called(root, "one") / name).read_bytes())
     (copy / "config.yaml").write_text("name: [\x1b[31m")
     (copy / "provenance.json").write_text('{"starts": [7]}')
-    yield copy
+    return copy
 
 
 def test_what_is_damaged_is_said_and_the_rest_is_shown(root: Path, damaged: Path) -> None:

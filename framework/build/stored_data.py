@@ -16,7 +16,7 @@ def with_copy(value: Any, key: str) -> Any:
     if problems := url_problems(f"dataset.{key}", value):
         raise ValueError(str(problems[0]))
     try:
-        return local_copy(value).path
+        return local_copy(value)
     except StoreFailed as failure:
         if not failure.is_wrong:
             raise
@@ -32,5 +32,5 @@ def with_urls(text: str, node: Node) -> str:
     urls = list[str]()
     mapped(node, lambda value, key: urls.append(value) if _has_copy(value, key) else None)
     for url in urls:
-        text = text.replace(local_copy(url).path, url)
+        text = text.replace(local_copy(url), url)
     return text

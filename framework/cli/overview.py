@@ -1,7 +1,6 @@
 """The modes that show the state of runs: plan, status and report. They start nothing and change no run."""
 
 import csv
-import time
 from pathlib import Path
 
 from framework.config.compose import Composed
@@ -14,21 +13,18 @@ from framework.runs.report import RunReader, count_states, find_runs, printable,
 from framework.runs.status import print_table
 from framework.runs.table import TableRow, listing
 from framework.runtime.exits import Exit
+from framework.runtime.forks import comes_true
 from framework.runtime.log import LOGGER
 from framework.runtime.preemption import PREEMPTION
 from framework.runtime.problem import Problem
-
-_USED = {"status": ("mode", "run.root"), "report": ("mode", "run.root", "report.every_s")}
-_POLL_S = 0.2
 
 
 def over_root(line: list[str], composed: Composed, mode: Mode) -> int:
     """Run a mode for all runs below run.root. Return the exit code."""
     draft = validate(composed)
-    used = _USED[mode.name]
     if not draft.problems:
-        expected = " and ".join(used[1:]) + " alone"
-        ignored = [key for key in composed.given if key not in used]
+        expected = " and ".join(mode.may_give[1:]) + " alone"
+        ignored = [key for key in composed.given if key not in mode.may_give]
         draft.add(Problem(key, f"does nothing with mode={mode.name}", expected) for key in ignored)
     config = draft.config
     return print_problems(draft.problems) if config is None else locate(mode.parent)(Command(line, config))
@@ -50,11 +46,8 @@ def make_report(command: Command) -> Exit:
     code = _write_report(reader, root, every_s=every_s)
     if code != Exit.FINISHED or every_s is None:
         return code
-    written_at = time.monotonic()
-    while not PREEMPTION.requested and code == Exit.FINISHED:
-        time.sleep(min(_POLL_S, every_s))
-        if time.monotonic() - written_at >= every_s:
-            written_at, code = time.monotonic(), _write_report(reader, root, every_s=every_s, is_quiet=True)
+    while code == Exit.FINISHED and not comes_true(lambda: PREEMPTION.requested, within_s=every_s):
+        code = _write_report(reader, root, every_s=every_s, is_quiet=True)
     return _write_report(reader, root, every_s=None)
 
 

@@ -8,9 +8,7 @@ import copy
 import functools
 import hashlib
 import importlib.util
-import site
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +18,9 @@ from types import MappingProxyType, ModuleType
 
 from framework.config.folders import DOTTED, EXTRAS, ROOT, enter_project
 from framework.config.frozen_file import digest_of
+from framework.runtime.exits import is_own_code
 
 TOP_LEVEL = "the top level"
-_FRAMEWORK = (Path(__file__).resolve().parents[1], EXTRAS)
 
 Functions = dict[str, str]  # the hash of each function's code, by the function's name in its module
 _programs: set[str] = set()  # modules that the program which calls this framework has loaded between its commands
@@ -183,22 +181,14 @@ def find_module(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
 
 
 @functools.cache
-def _installed() -> list[Path]:
-    paths = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return [Path(path).resolve() for path in {*paths, site.getusersitepackages()}]
-
-
-@functools.cache
 def _is_users(path: Path) -> bool:
     """Return whether a module is the user's: not Python's, not an installed package's, and not the framework's.
 
     Our models always count as the user's, so that a run can move between a checkout and an installation.
     """
     path = path.resolve()
-    if path.is_relative_to(ROOT / "models"):
-        return True
-    is_installed = any(path.is_relative_to(folder) for folder in _installed()) or "site-packages" in path.parts
-    return path.suffix == ".py" and not is_installed and not any(map(path.is_relative_to, _FRAMEWORK))
+    is_users = path.suffix == ".py" and is_own_code(str(path)) and not path.is_relative_to(EXTRAS)
+    return is_users or path.is_relative_to(ROOT / "models")
 
 
 # --- sources

@@ -3,6 +3,9 @@
 import functools
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
 from framework.config.period import WITH_UNIT
 from framework.config.section import OTHER_VALIDATION
 from framework.config.spelling import nearest
@@ -18,6 +21,7 @@ _NAMES = {
     WITH_UNIT: "a number with a unit, as in 1ep, 5000samples, 80000tokens or 10min",
     OTHER_VALIDATION: "val.NAME",
     type(None): "null",
+    list: "a list",
     list[int]: "a list of integers, as in [1, 2]",
     list[float]: "a list of numbers, as in [0.9, 0.99]",
     list[str]: "a list of texts, as in [a, b]",
@@ -51,9 +55,6 @@ def described(annotation: Any, *, key: str) -> str:
     return _NAMES.get(annotation, f"a section, whose keys are set as in {key}.KEY=VALUE")
 
 
-_YES, _NO = (1, "yes", "on", "True"), (0, "no", "off", "False")
-
-
 def meant(value: Any, annotation: Any, *, key: str) -> str | None:
     """Return the value of the right type that the user probably meant, or None."""
     annotation = bare(annotation)
@@ -63,19 +64,14 @@ def meant(value: Any, annotation: Any, *, key: str) -> str | None:
         return nearest(str(value), [choice for choice in choices if isinstance(choice, str)])
     if type(None) in types and (value is False or str(value).lower() in ("none", "off", "")):
         return "null"
-    if bool in types and (value in _YES or value in _NO):
-        return "true" if value in _YES else "false"
     if str in types and isinstance(value, (bool, int, float)):
         return typed_override(key, shown(value))
-    number = _number(value)
-    if number is not None and (int in types and number == int(number) or float in types):
-        return shown(int(number) if int in types else number)
-    return None
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value) if isinstance(value, (str, float)) else None
-    except ValueError:
+    if isinstance(value, bool) and bool not in types:
         return None
-    return number if number is not None and abs(number) < 1e18 else None
+    try:
+        return shown(TypeAdapter(annotation, config=_LAX).validate_python(value))
+    except (ValidationError, PydanticUserError):  # a class of the user; a section
+        return None
+
+
+_LAX = ConfigDict(allow_inf_nan=False)  # pydantic then reads yes as true, and "3" or 3.0 as 3

@@ -43,7 +43,7 @@ def folders() -> list[Path]:
 def groups(within: Sequence[Path] | None = None) -> list[str]:
     """Return the names of the groups in some folders; or in all folders and in Hydra's ConfigStore."""
     names = [name for conf in within or folders() for name in subfolders(conf)]
-    names += stored_groups() if within is None else []
+    names += [name for name, node in _stored().items() if isinstance(node, dict)] if within is None else []
     return sorted({name for name in names if "." not in name and name[0] != "_" and name not in ("hydra", "launchers")})
 
 
@@ -151,11 +151,6 @@ def _stored() -> Any:
     """Return the nodes in the store. Before Hydra is imported, nobody has stored any."""
     module = sys.modules.get("hydra.core.config_store")
     return {} if module is None else module.ConfigStore.instance().repo
-
-
-def stored_groups() -> list[str]:
-    """Return the names of the groups, also of Hydra's own."""
-    return [name for name, node in _stored().items() if isinstance(node, dict)]
 
 
 def stored_options(group: str) -> dict[str, Any]:

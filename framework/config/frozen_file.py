@@ -70,11 +70,3 @@ def _read(path: Path) -> dict[str, Any] | None:
         return config if config.pop("hash") == digest_of(config) else None
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def frozen_run_id(directory: Path) -> str | None:
-    """Return the id of the run in this directory, or None if no configuration is frozen."""
-    try:
-        return dict(parse_yaml((directory / "config.yaml").read_text())["run"]).get("id")
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
-        return None

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from framework.config.folders import CONF, groups
 from framework.config.launch import LaunchSection, SlurmSection
-from framework.config.schema import COMPONENTS, SEVERAL, RunConfig, Section, section_of
+from framework.config.schema import COMPONENTS, SEVERAL, RunConfig, Section, fields_of, section_of
 
 _BELOW = "# The keys below are made from framework/config/schema.py by `python -m framework.config.generate`.\n"
 _DOCS = CONF.parent / "docs" / "keys.md"
@@ -53,18 +53,12 @@ def _default(field: FieldInfo) -> str:
 
 def _page() -> str:
     """Return the page of all keys of the framework's sections."""
-    rows = [f"| `{name}` | `{_default(field)}` | {field.description} |" for name, field in _keys(RunConfig)]
+    fields = ((key, field) for key, field in fields_of(RunConfig) if key not in (*COMPONENTS, *SEVERAL, "extra"))
+    rows = [f"| `{key}` | `{_default(field)}` | {field.description} |"
+            for key, field in fields if section_of(field.annotation) is None]  # fmt: skip
     title = "# All keys\n\nThe keys of an option are in its file: `python train.py model=gpt --help` prints them. "
     made = "This page is made from `framework/config/schema.py`.\n\n"
     return title + made + "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows, ""]).replace("`` ", "")
-
-
-def _keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in section.model_fields.items():
-        if (inner := section_of(field.annotation)) is not None:
-            yield from _keys(inner, f"{prefix}{name}.")
-        elif prefix or name not in (*COMPONENTS, *SEVERAL, "extra"):
-            yield prefix + name, field
 
 
 def json_schema() -> dict[str, Any]:

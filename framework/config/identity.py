@@ -44,8 +44,9 @@ def identity(config: Mapping[str, Any]) -> str:
     """
     kept = {name: _as_read(name, value) for name, value in (_DEFAULTS | dict(config)).items() if name not in EXECUTION}
     kept = _without(kept, execution_keys(config))
-    ordered = {name: _in_order(value, own=OWN.get(name, ())) for name, value in kept.items() if name in _ORDERED}
-    return digest_of(kept | ordered)[:12]
+    return digest_of(
+        {name: _canonical(value, is_ordered=name in _ORDERED, own=OWN.get(name, ())) for name, value in kept.items()}
+    )[:12]
 
 
 def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -60,10 +61,6 @@ def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     if any(name == "part" and node for name, node in config.items()) and "trainer.log_every" in found:
         found.remove("trainer.log_every")  # a part knows which steps have rows
     return tuple(found)
-
-
-def _of_dataset(node: Mapping[str, Any]) -> Iterable[str]:
-    return ("source",) if _is_own(node) else ()
 
 
 def _of_strategy(node: Mapping[str, Any]) -> Iterable[str]:
@@ -91,7 +88,7 @@ def _is_own(node: Mapping[str, Any]) -> bool:
 
 # What acts in the order that is given: parts, turns, and whatever a component gets as a mapping.
 _ORDERED = (*COMPONENTS, "part")
-_OF_SECTIONS = {"dataset": _of_dataset, "parallel": _of_strategy, "trainer": _of_trainer}
+_OF_SECTIONS = {"dataset": lambda node: ("source",) if _is_own(node) else (), "parallel": _of_strategy, "trainer": _of_trainer}
 _DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}
 
 
@@ -105,28 +102,9 @@ def _as_read(name: str, value: Any) -> Any:
         value["init_from"] = init_identity(value["init_from"])
     section = section_of(RunConfig.model_fields[name].annotation) if name in RunConfig.model_fields else None
     try:
-        return _with_numbers(value) if section is None else section.model_validate(value).model_dump()
+        return value if section is None else section.model_validate(value).model_dump()
     except ValidationError:  # the preflight refuses it
         return value
-
-
-def _with_numbers(value: Any, *, as_configs: bool = False) -> Any:
-    """Return plain data with 1 for 1.0, where this is an argument that the source of a node's target annotates as `float`.
-
-    `_convert_` is left out where it changes nothing: only `none` differs from the default, and only inside it do the others.
-    """
-    if isinstance(value, list):
-        return [_with_numbers(item, as_configs=as_configs) for item in value]
-    if not isinstance(value, dict):
-        return value
-    numbers, was = (_arguments(str(value["_target_"])).numbers if "_target_" in value else ()), as_configs
-    if "_target_" in value and "_convert_" in value:
-        as_configs = value["_convert_"] == "none"
-        value = {key: item for key, item in value.items() if key != "_convert_" or as_configs != was}
-    return {
-        key: mapped(item, _whole) if key in numbers else _with_numbers(item, as_configs=as_configs)
-        for key, item in value.items()
-    }
 
 
 def _whole(value: Any, _: str) -> Any:
@@ -141,19 +119,29 @@ def _without(value: Any, keys: Iterable[str], prefix: str = "") -> Any:
     return {name: item for name, item in kept.items() if item != {} or value[name] == {}}
 
 
-def _in_order(value: Any, *, own: Iterable[str] = ()) -> Any:
-    """Return plain data in which each mapping, except a node and one in `own`, also holds the order of its keys.
+def _canonical(value: Any, *, is_ordered: bool, own: Iterable[str] = (), as_configs: bool = False) -> Any:
+    """Return plain data as their targets take them.
 
-    A node holds the order of what its target takes as `**kwargs`.
+    1.0 becomes 1 in an argument that the source of a node's target annotates as `float`. `_convert_` is left out where it
+    changes nothing: only `none` differs from the default, and only inside it do the others. If `is_ordered`, each mapping,
+    except a node and one in `own`, also holds the order of its keys; a node, that of what its target takes as `**kwargs`.
     """
     if isinstance(value, list):
-        return [_in_order(item) for item in value]
+        return [_canonical(item, is_ordered=is_ordered, as_configs=as_configs) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {key: item if key in own else _in_order(item) for key, item in value.items()}
+    arguments, was = _arguments(str(value["_target_"])) if "_target_" in value else _Arguments(named=frozenset()), as_configs
+    if "_target_" in value and "_convert_" in value:
+        as_configs = value["_convert_"] == "none"
+        value = {key: item for key, item in value.items() if key != "_convert_" or as_configs != was}
+    found = {key: mapped(item, _whole) if key in arguments.numbers else item for key, item in value.items()}
+    for key, item in found.items():
+        found[key] = _canonical(item, is_ordered=is_ordered and key not in own, as_configs=as_configs)
+    if not is_ordered:
+        return found
     if "turns" in own and isinstance(turns := found.get("turns"), dict):
         found["turns"] = turns | {"_order_": [*turns]}
-    named = _arguments(str(value["_target_"])).named if "_target_" in value else ()
+    named = arguments.named
     order = [key for key in value if named is not None and key not in (*named, *own, *HYDRAS)]
     return found | {"_order_": order} if len(order) > 1 else found
 

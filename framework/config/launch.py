@@ -94,10 +94,6 @@ class LaunchSection(Section):
     )
     slurm: SlurmSection | None = setting(None, "null = the default of the site's Slurm")
 
-    def keeps_memory_on(self, device_type: str) -> bool:
-        """Return whether the C library keeps freed memory. By default it does if the steps run on a CPU."""
-        return device_type == "cpu" if self.keep_freed_memory is None else self.keep_freed_memory
-
     def rules(self) -> Iterator[Problem]:
         if not self.node_counts:
             expected = "a number of nodes, or MIN:MAX for a run that nodes may leave and join"

@@ -29,13 +29,13 @@ class Mode:
     parent: str
     worker: str = ""
     sweep: str = ""
-    may_give: tuple[str, ...] = ()  # keys that the command line may set for an existing run
+    may_give: tuple[str, ...] = ()  # keys that the command line may set; for a new run, any
 
 
 _HOW = ("mode", "run.dir", "run.root", "run.checkpoint")
 _FORWARD = ("parallel", "launch", "device", "backend", "precision", "micro_batch_size")
 _OF_EVALUATION, _OF_PREDICTION = (*_HOW, "eval", *_FORWARD, "dataset"), (*_HOW, "predict", *_FORWARD, "dataset.num_workers")
-_OF_EXPORT = (*_HOW, "export", "launch")
+_OF_EXPORT, _OF_STATUS = (*_HOW, "export", "launch"), ("mode", "run.root")
 _LAUNCH = "framework.cli.run.launch"
 _MODES = (
     Mode("train", "run", parent=_LAUNCH, worker="framework.modes.train.train", sweep="framework.sweep.sweep.run_jobs"),
@@ -45,9 +45,10 @@ _MODES = (
     Mode("predict", "existing run", parent=_LAUNCH, worker="framework.modes.predict.predict", may_give=_OF_PREDICTION),
     Mode("export", "existing run", parent=_LAUNCH, worker="framework.modes.export.export", may_give=_OF_EXPORT),
     Mode("cancel", "run", parent="framework.cli.control.cancel_run", sweep="framework.sweep.sweep.cancel_jobs"),
-    Mode("report", "root", parent="framework.cli.overview.make_report"),
-    Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_sweep_status"),
-)
+    Mode("report", "root", parent="framework.cli.overview.make_report", may_give=(*_OF_STATUS, "report.every_s")),
+    Mode("status", "root", parent="framework.cli.overview.print_status", sweep="framework.sweep.sweep.print_sweep_status",
+         may_give=_OF_STATUS),
+)  # fmt: skip
 MODES = {mode.name: mode for mode in _MODES}
 
 

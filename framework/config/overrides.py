@@ -14,6 +14,7 @@ from framework.config.arguments import syntax_problem
 from framework.config.code import prefixes
 from framework.config.folders import CONF, config_name, defaults_in, folders, groups, is_group, options, own_groups
 from framework.config.hydra_settings import TO_HYDRA, hydra_problem, is_hydras
+from framework.config.identity import leaves
 from framework.config.schema import COMPONENTS, SEVERAL, RunConfig
 from framework.config.spelling import did_you_mean, option_meant
 from framework.config.targets import locate
@@ -205,24 +206,14 @@ def empty_replaced(config: DictConfig, overrides: list[Override]) -> None:
     """
     targets: dict[str, Any] = {}
     for override in overrides:
-        targets |= _targets_in(key_of(override), override.value())
+        given = leaves({key_of(override): override.value()})
+        targets |= {key.removesuffix("._target_"): value for key, value in given if key.endswith("._target_")}
     for key, target in targets.items():
         node = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         if isinstance(node, DictConfig) and node.get("_target_") not in (None, target):
             node.clear()
         elif null := next((above for above in prefixes(key) if _is_empty(config, above)), None):
             OmegaConf.update(config, null, {}, force_add=True)
-
-
-def _targets_in(key: str, value: Any) -> dict[str, Any]:
-    """Return each `_target_` that an override sets, by the key of its node."""
-    node, _, last = key.rpartition(".")
-    if last == "_target_":
-        return {node: value}
-    found: dict[str, Any] = {}
-    for name, item in value.items() if isinstance(value, dict) else ():
-        found |= _targets_in(f"{key}.{name}", item)
-    return found
 
 
 def _delete(config: DictConfig, sections: list[str]) -> list[Problem]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from framework.config.folders import DOTTED
 from framework.config.launch import LaunchSection
@@ -149,10 +150,6 @@ class RunConfig(Section):
         """Whether the same command must give the same bits on CUDA."""
         return self.invariance == "bitwise" if self.trainer.deterministic is None else self.trainer.deterministic
 
-    def in_group(self, group: str) -> "RunConfig":
-        """Return the configuration with this `run.group`. An existing group stays."""
-        return self if self.run.group is not None else self.with_run(group=group)
-
     def begun(self) -> "RunConfig":
         """Return the configuration for a restart: `run.resume=never` must not start from the beginning a second time."""
         return self.with_run(resume="auto") if self.run.resume == "never" else self
@@ -211,14 +208,16 @@ def section_of(annotation: Any) -> type[Section] | None:
     return found[0] if found else None
 
 
-def keys_of(section: type[Section], prefix: str = "") -> list[str]:
-    """Return the dotted keys of a section and its subsections."""
-    keys = []
+def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the fields of a section and its subsections by their dotted keys."""
     for name, field in section.model_fields.items():
-        keys.append(prefix + name)
+        yield prefix + name, field
         if (inner := section_of(field.annotation)) is not None:
-            keys += keys_of(inner, prefix + name + ".")
-    return keys
+            yield from fields_of(inner, f"{prefix}{name}.")
+
+
+def keys_of(section: type[Section], prefix: str = "") -> list[str]:
+    return [key for key, _ in fields_of(section, prefix)]
 
 
 STATIC_KEYS = keys_of(RunConfig)  # keys that are independent of the chosen options

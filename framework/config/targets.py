@@ -131,6 +131,13 @@ def instantiated(value: Any, *, as_configs: bool = False) -> Any:
     return [instantiated(item, as_configs=as_configs) for item in value] if isinstance(value, list) else value
 
 
+def asked(node: "Node", question: str, *given: Any, otherwise: Any, **more: Any) -> Any:
+    """Ask a strategy's module its function of this name about the node's options. Return `otherwise` if it has none."""
+    function = getattr(inspect.getmodule(locate(node["_target_"])), question, None)
+    options = {name: value for name, value in node.items() if name != "_target_"} | more
+    return otherwise if function is None else function(*given, **options)
+
+
 def nodes_in(value: Any, key: str) -> "Iterator[tuple[str, Node]]":
     """Yield the nodes with a `_target_` in plain data, each with its key. `key` is the data's key. Skip nodes inside nodes."""
     if isinstance(value, dict) and "_target_" in value:

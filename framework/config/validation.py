@@ -74,15 +74,10 @@ def component_problems(
     except ValueError as error:
         return [Problem(f"{key}._target_", str(error).removeprefix("_target_="), "the dotted path of a class or function")]
     problems: list[Problem] = []
-    if not isinstance(node.get("_args_", []), list):
-        problems.append(Problem(f"{key}._args_", f"{shown(node['_args_'])} is not valid", "a list"))
-    for flag in ("_partial_", "_recursive_"):
-        if not isinstance(node.get(flag, True), bool):
-            problems.append(Problem(f"{key}.{flag}", f"{shown(node[flag])} is not valid", "true or false"))
+    for name in filter(node.__contains__, _OF_HYDRA):
+        problems += value_problems(_OF_HYDRA[name], node[name], f"{key}.{name}")
     if node.get("_partial_") and key in ("model", "dataset", "task"):
         problems.append(Problem(f"{key}._partial_", "true gives a function, but the run needs its result", "without it"))
-    if (convert := node.get("_convert_", "all")) not in _CONVERT:
-        problems.append(Problem(f"{key}._convert_", f"{shown(convert)} is not valid", f"one of {', '.join(_CONVERT)}"))
     is_nested = node.get("_recursive_", True)
     node = {name: as_node(value, signature.arguments[name].annotation) if name in signature.arguments and is_nested else value
             for name, value in node.items()}  # fmt: skip
@@ -128,7 +123,7 @@ def problems_of_build(key: str, node: Any, error: BaseException, *, own: tuple[s
     return [problem for problem in unknown if problem.key.split(".")[-1] in names] or [Problem.of_error(key, error)]
 
 
-_CONVERT = ("none", "partial", "all", "object")
+_OF_HYDRA = {"_args_": list, "_partial_": bool, "_recursive_": bool, "_convert_": Literal["none", "partial", "all", "object"]}
 _PLAIN = (int, float, bool, str, list, dict, type(None))
 
 
@@ -153,9 +148,7 @@ def value_problems(annotation: Any, value: Any, key: str) -> list[Problem]:
     return []
 
 
-@functools.lru_cache(maxsize=1000)
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(annotation, config=_STRICT)
+_adapter = functools.lru_cache(maxsize=1000)(functools.partial(TypeAdapter[Any], config=_STRICT))
 
 
 def section_problems(section: type[Section], values: Any, key: str, known: list[str]) -> list[Problem]:

@@ -25,12 +25,12 @@ def kinds_of_devices(name: str, *, module: str) -> list[str]:
 def refusals(name: str, *, module: str, device: str, num_processes: int, only_sums: bool) -> list[str]:
     """Return why a module's backend refuses a run, as lines `KEY: WHAT`: the device, and the answer of the module's `problems`.
 
-    `only_sums`: the processes only sum and broadcast. A backend that does not exist has no answer.
+    `only_sums`: the processes only sum and broadcast.
     """
     try:
         kinds = kinds_of_devices(name, module=module)
-    except ValueError:  # reported elsewhere
-        return []
+    except ValueError as error:
+        return [f"backend.name: {error} (install it, or put it on PYTHONPATH; or backend=auto)"]
     if device not in ("auto", *kinds):
         return [f"device: {device}, but the back end {name} is for {', '.join(kinds)} ({kinds[0]}, or backend=auto)"]
     asked: Callable[..., list[str]] | None = getattr(importlib.import_module(module), "problems", None)

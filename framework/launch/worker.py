@@ -74,7 +74,8 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             LOGGER.error("%s", end)
             return end.code
         at_end.callback(world.stop)
-        if config.launch.keeps_memory_on(world.device.type):
+        keeps_memory = config.launch.keep_freed_memory
+        if world.device.type == "cpu" if keeps_memory is None else keeps_memory:
             keep_freed_memory()
         if odd := [rank for rank in world.agreement.distinct(frozen.digest) if rank]:
             raise RuntimeError(
@@ -90,6 +91,7 @@ def _work(frozen: FrozenConfig, *, environment: Environment, scratch: Path | Non
             if world.rank == 0:
                 LOGGER.error("%s", end)
             code = end.code
+        gc.collect()  # DDP's reducer and the shards must go before their process groups: exit can hang (pytorch#56297)
         world.groups.leave()
         return code
 

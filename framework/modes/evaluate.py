@@ -1,6 +1,5 @@
 """mode=eval: measure a run's model again, with any strategy and any number of processes. The run is only read."""
 
-import gc
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -66,9 +65,6 @@ def evaluate(build: Builder) -> Exit:
         world.agreement.on_rank_0(lambda: _append(directory.evaluations, row), what="the result not written")
     finally:
         splits.close()
-        # DDP's reducer and the shards must be deleted before their process groups, because exit can hang (pytorch#56297)
-        del engine, splits, model
-        gc.collect()
     if world.rank == 0:
         LOGGER.info("added to %s", directory.evaluations)
     return Exit.FINISHED

@@ -7,7 +7,6 @@ from typing import Any
 
 from framework.build.training import Builder
 from framework.config.folders import option_of
-from framework.config.period import Period
 from framework.data.stream import ENDLESS
 from framework.loggers.sink import RunInfo
 from framework.runs.facts import say
@@ -25,6 +24,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
     config, directory, world = build.config, build.directory, build.world
     shown = trainer.splits.loader("train") if world.rank == 0 and config.logger else None
     provenance = Provenance(directory.path)
+    git = start.git if (start := provenance.latest) is not None else None
     info = RunInfo(
         directory=directory.path,
         run_id=config.run.id,
@@ -37,7 +37,7 @@ def open_record(trainer: Trainer, build: Builder, *, places: Sequence[tuple[str,
         monitor=config.checkpoint.monitor,
         direction=config.checkpoint.direction,
         best=trainer.tracker.best,
-        commit=provenance.commit,
+        commit=git.commit if git is not None else None,
         code={module: str(path) for module, path in provenance.files().items()},
     )
     before = directory.read_summary().get("began")
@@ -81,10 +81,11 @@ def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) 
     cut = f" in micro-batches of {build.micro_batch_size}" if build.micro_batch_size is not None else ""
     is_endless = len(loader.source) == ENDLESS
     count = "an endless stream of" if is_endless else f"{len(loader.source):,}"
-    yield "data", f"{_last(config.dataset)}: {count} training samples, {config.global_batch_size} a step{cut}"
+    kind = config.dataset["_target_"].rpartition(".")[2]
+    yield "data", f"{kind}: {count} training samples, {config.global_batch_size} a step{cut}"
     epoch, first = loader.order.steps_in(1), trainer.progress.step + 1
-    every = [f"{what} {_when(steps)}" for what, steps in (
-        ("evaluation", plan.settings.eval_every), ("checkpoint", plan.checkpoint_every))]  # fmt: skip
+    due = {"evaluation": plan.settings.eval_every, "checkpoint": plan.checkpoint_every}
+    every = [f"{what} {'at the end' if steps is None else f'every {steps}'}" for what, steps in due.items()]
     steps = f"{first} to {plan.total_steps}" if first <= plan.total_steps else f"all {plan.total_steps} are taken"
     yield "steps", f"{steps}{'' if is_endless else f', {epoch} an epoch'}; {', '.join(every)}"
     low, high, last = (trainer.update.peak_lr * share for share in trainer.update.schedule.span(plan.total_steps))
@@ -97,14 +98,6 @@ def _devices(places: Sequence[tuple[str, str]]) -> str:
     counts = [f"{sum(device == kind for _, device in places)} x {kind}" for kind in kinds]
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts, {hosts[0]} to {hosts[-1]}"
     return f"{', '.join(counts)} on {where}"
-
-
-def _when(steps: Period | None) -> str:
-    return "at the end" if steps is None else f"every {steps}"
-
-
-def _last(node: dict[str, Any]) -> str:
-    return str(node["_target_"]).rpartition(".")[2]
 
 
 def _warn_of_low_rate(trainer: Trainer) -> None:

@@ -1,6 +1,5 @@
 """mode=predict: write a run's predictions for each sample of a split, or of a folder of files. The run is only read."""
 
-import gc
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,6 @@ def predict(build: Builder) -> Exit:
             world.agreement.on_rank_0(finish, what="the predictions not written")
     finally:
         loader.close()
-        # DDP's reducer and the shards must be deleted before their process groups, because exit can hang (pytorch#56297)
-        del engine, model
-        gc.collect()
     if file is not None:
         print(f"{len(source)} predictions ({file.content}): {path}.jsonl, {path}.safetensors", flush=True)
     return Exit.FINISHED

@@ -1,6 +1,5 @@
 """One run in one worker: build, continue from the newest checkpoint, train, write the results."""
 
-import gc
 import json
 import math
 import os
@@ -85,9 +84,6 @@ def train(build: Builder) -> Exit:
         if trainer.speed.profile is not None:
             trainer.speed.profile.close()
         trainer.splits.close()
-        # DDP's reducer and the shards must be deleted before their process groups, because exit can hang (pytorch#56297)
-        del trainer
-        gc.collect()
 
 
 def _what_is_left(directory: RunDirectory) -> str:

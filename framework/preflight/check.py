@@ -14,7 +14,6 @@ from framework.build.stored_data import with_urls
 from framework.config.code import code_of, find_module
 from framework.config.compose import Composed
 from framework.config.draft import Draft
-from framework.config.frozen_file import frozen_run_id
 from framework.config.identity import execution_keys, is_below
 from framework.config.model_keys import parts_problems
 from framework.config.modes import MODES
@@ -39,6 +38,7 @@ from framework.preflight.processes import backend_problems, device_problems, ope
 from framework.preflight.rules import RULES, folder_holds_samples, mps_computes_alone
 from framework.runs.directory import RunDirectory
 from framework.runs.provenance import CHANGED, WAYS, Provenance
+from framework.runs.settings import read_config
 from framework.runtime.exits import Exit, Interrupted
 from framework.runtime.log import LOGGER
 from framework.runtime.objects import StoreFailed
@@ -232,7 +232,8 @@ def place_problems(run: RunSection, *, is_draft: bool = False) -> list[Problem]:
     directory = RunDirectory(Path(run.dir))
     if problems := writing_problems(run) or _odd_files(directory):
         return problems
-    there = frozen_run_id(directory.path)
+    frozen = (read_config(directory.path) or {}).get("run")
+    there = frozen.get("id") if isinstance(frozen, dict) else None
     if there is None and (strangers := directory.strangers()):
         what = f"{directory.path} is not a run's directory: it holds {shown(strangers[0])}"
         return [Problem("run.dir", what, "a new directory, which the run makes")]

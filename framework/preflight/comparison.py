@@ -1,13 +1,12 @@
 """The second half of a rehearsal: compare two steps with the run's strategy, on a few processes, with two on one process."""
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from framework.build.training import Builder
 from framework.config.folders import option_node
 from framework.config.schema import Node
-from framework.config.targets import locate
+from framework.config.targets import asked
 from framework.distributed.mesh import resolve_axes
 from framework.preflight.differences import other_column
 from framework.preflight.player import SINGLE
@@ -28,19 +27,15 @@ def small_strategy(parallel: Node, *, num_processes: int) -> tuple[Node, int] | 
 
     None if the run has one process, or if the strategy declares that it does not compute the same as one process.
     """
-    target = parallel["_target_"]
-    options: Node | None = {name: value for name, value in parallel.items() if name != "_target_"}
-    exact = getattr(inspect.getmodule(locate(target)), "exact_options", None)
-    if exact is not None and options is not None:
-        options = exact(**options)
+    options: Node | None = asked(parallel, "exact_options", otherwise=parallel)
     if options is None:
         return None
     sizes, count = dict[str, int](), 1
-    asked = resolve_axes(axes_of(options), world_size=num_processes)
-    for axis in sorted(asked, key=_FIRST.index):
-        sizes[axis] = _SMALL if asked[axis] > 1 and count * _SMALL <= _MOST else 1
+    degrees = resolve_axes(axes_of(options), world_size=num_processes)
+    for axis in sorted(degrees, key=_FIRST.index):
+        sizes[axis] = _SMALL if degrees[axis] > 1 and count * _SMALL <= _MOST else 1
         count *= sizes[axis]
-    return ({"_target_": target, **options, **sizes}, count) if count > 1 else None
+    return ({"_target_": parallel["_target_"], **options, **sizes}, count) if count > 1 else None
 
 
 def compare(build: Builder) -> list[Problem]:
@@ -124,15 +119,16 @@ class _Comparison:
         if self._expected.fault or is_equal:  # it is of the run's own precision
             return Problem("parallel", what, _cure(_others(parallel), self._failure))
         watched = self._ranks(alone.altered(parallel=parallel), like=self._expected, is_watched=True)
-        if asked := next((rank.asks for rank in watched if rank.asks), ""):
+        if asking := next((rank.asks for rank in watched if rank.asks), ""):
             cure = "an option of that code that leaves the processes to the strategy, such as sync=false"
-            return Problem("model", f"{what}; its own code asks torch.distributed: {asked}", cure)
+            return Problem("model", f"{what}; its own code asks torch.distributed: {asking}", cure)
         if "pipeline" in parallel and (crossing := next((rank.crossing for rank in watched if rank.crossing), "")):
             what = f"{what}; {crossing} uses a tensor of an earlier stage, which has not been handed from block to block"
         for name in config.part:
             if self._is_equal(alone.altered(part={other: node for other, node in config.part.items() if other != name})):
                 return Problem(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)
-        options = [*((_line(remedy), parallel | remedy) for remedy in _remedies(parallel)), *_others(parallel)]
+        own = asked(parallel, "remedies", otherwise=())
+        options = [*((_line(remedy), parallel | remedy) for remedy in own), *_others(parallel)]
         sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
         if not config.optimizer.get("turns") and self._is_equal(sgd):
             why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
@@ -157,18 +153,11 @@ def _lost(ranks: list[Seen]) -> str:
     return ""
 
 
-def _remedies(parallel: Node) -> Sequence[Node]:
-    """Return the options that let a strategy run some models which it cannot run without them."""
-    found = getattr(inspect.getmodule(locate(parallel["_target_"])), "remedies", None)
-    options = {name: value for name, value in parallel.items() if name != "_target_"}
-    return found(**options) if found is not None else ()  # type: ignore[no-any-return]
-
-
 def _others(parallel: Node) -> list[tuple[str, Node]]:
     """Return the strategies for most models, with their texts for the command line. Zero saves memory as a sharded one does."""
     nodes = {name: option_node("parallel", name) for name in (*(["zero"] if "shard" in parallel else []), "ddp", "fsdp")}
     return [(" ".join(filter(None, [f"parallel={name}", _line(more)])), node | more)
-            for name, node in nodes.items() for more in ({}, *_remedies(node))]  # fmt: skip
+            for name, node in nodes.items() for more in ({}, *asked(node, "remedies", otherwise=()))]  # fmt: skip
 
 
 def _line(options: Node) -> str:

@@ -15,7 +15,7 @@ from framework.checkpoint.weights import Fit
 from framework.config.init_from import entries_of
 from framework.config.modes import MODES
 from framework.config.schema import INIT, Node, RunConfig
-from framework.config.targets import locate
+from framework.config.targets import asked, locate
 from framework.config.trainer import TrainerSection
 from framework.config.validation import problems_of_build
 from framework.distributed.mesh import resolve_axes
@@ -207,10 +207,8 @@ def _require_strategy(model: nn.Module, parallel: Node, demands: Demands, *, num
     if demands.bitwise and "bitwise" not in taken:
         what = "bitwise, but this strategy sums in a different order"
         raise Refused("invariance", what, "parallel=single, ddp or zero, or invariance=samples")
-    options: dict[str, Any] = {name: value for name, value in parallel.items() if name != "_target_"}
-    options |= resolve_axes(axes_of(parallel), world_size=num_processes)
-    problems: Any = getattr(inspect.getmodule(strategy), "problems", lambda *_, **__: [])
-    if lines := problems(model, demands=demands, **options):
+    sizes = resolve_axes(axes_of(parallel), world_size=num_processes)
+    if lines := asked(parallel, "problems", model, otherwise=[], demands=demands, **sizes):
         raise Refused.of([_of_strategy(line) for line in lines])
 
 

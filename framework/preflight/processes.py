@@ -166,10 +166,13 @@ _BACKEND_COMES_WITH = {"nccl": "builds for CUDA", "ucc": "builds from source wit
 def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Problem]:
     """Refuse a backend that the installed torch does not have. Torch is imported only for an optional backend."""
     if backend.module is not None:
-        return _other_backend_problems(backend.name, module=backend.module)
+        if backend.name not in (None, "auto", "gloo", *_BACKEND_COMES_WITH):
+            return []
+        what = f"{backend.name or 'null'}, but backend.module={backend.module} is another package"
+        return [Problem("backend.name", what, "the name under which the package registers its back end")]
     if backend.name in ("auto", "gloo"):
         return []
-    if backend.name not in ("nccl", "ucc"):
+    if backend.name not in _BACKEND_COMES_WITH:
         what = f"{backend.name or 'null'} is not one of auto, gloo, nccl and ucc"
         return [Problem("backend.name", what, "of another package: backend=other backend.name=NAME backend.module=PACKAGE")]
     from torch import distributed
@@ -180,17 +183,3 @@ def backend_problems(backend: BackendSection, launch: LaunchSection) -> list[Pro
         return [] if is_there else [Problem("backend", "nccl, but PyTorch sees no CUDA device here", "auto, or gloo")]
     what = f"{backend.name} is not in this PyTorch build, but in {_BACKEND_COMES_WITH[backend.name]}"
     return [Problem("backend", what, "gloo, or auto for the best available")]
-
-
-def _other_backend_problems(name: str | None, *, module: str) -> list[Problem]:
-    """Return why the back end of another package cannot be used."""
-    from framework.distributed.other_backend import kinds_of_devices
-
-    if name is None or name in ("auto", "gloo", "nccl", "ucc"):
-        what = f"{name or 'null'}, but backend.module={module} is another package"
-        return [Problem("backend.name", what, "the name under which the package registers its back end")]
-    try:
-        kinds_of_devices(name, module=module)
-    except ValueError as error:
-        return [Problem("backend.name", str(error), "install it, or put it on PYTHONPATH; or backend=auto")]
-    return []

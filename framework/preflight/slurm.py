@@ -1,15 +1,16 @@
 """The options of a Slurm job, and checks before it is submitted: by the cluster, and of the folder that the nodes must see."""
 
 import math
-import os
 import shutil
 import subprocess
 import tempfile
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from framework.config.launch import LaunchSection, SlurmSection
 from framework.config.modes import folder_of
@@ -74,7 +75,7 @@ class JobRequest:
 
         def refused(num_workers: int) -> bool:
             asked = {"partition": self.asked.partition, "account": self.asked.account, "qos": self.asked.qos}
-            return bool(refusal(asked | {"cpus-per-task": least * (1 + num_workers)}))
+            return bool(refusal(**asked, **{"cpus-per-task": least * (1 + num_workers)}))
 
         is_whole = not refused(self.num_workers)
         return least * (1 + (self.num_workers if is_whole else bisect_left(range(1, self.num_workers), True, key=refused)))
@@ -110,7 +111,7 @@ class JobRequest:
             what = f"{asked.time_min} minutes, but Slurm stops the job {when}"
             return [Problem("launch.slurm.time_min", what, f"at least {shortest}")]
         options = self.options(job_name="test")
-        why = refusal(options)
+        why = refusal(**options)
         if not why or _is_temporary(why, *self._place):
             return []
         keys = {
@@ -121,7 +122,7 @@ class JobRequest:
             "gpus-per-node": "launch.nproc_per_node" if asked.gpus_per_node is None else "launch.slurm.gpus_per_node",
         }  # fmt: skip
         for name, key in keys.items():
-            if name in options and not refusal({other: value for other, value in options.items() if other != name}):
+            if name in options and not refusal(**{other: value for other, value in options.items() if other != name}):
                 return [Problem(key, f"Slurm refuses {name}={options[name]}: {why}", "what the site allows (sinfo)")]
         return [Problem("launch.slurm", f"Slurm refuses such a job: {why}", "what the site allows")]
 
@@ -190,14 +191,11 @@ def _line_problems(asked: SlurmSection) -> list[Problem]:
     return found
 
 
-def refusal(options: dict[str, Any]) -> str:
+@lru_cache(maxsize=None, typed=True)  # the jobs of a sweep have few different requests
+def refusal(**options: Any) -> str:
     """Return why Slurm refuses a job with these options. Return an empty text if it accepts the job."""
     given = {name: value for name, value in options.items() if value not in (None, False)}
-    return _refusal_of(tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()))
-
-
-@cache  # the jobs of a sweep have few different requests
-def _refusal_of(flags: tuple[str, ...]) -> str:
+    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
     try:
         slurm.ask("sbatch", "--test-only", *flags, "--wrap=true")
     except SlurmSilent:
@@ -253,7 +251,5 @@ def problems_of_place(place: Path, options: dict[str, Any]) -> list[Problem]:
 
 
 def _file_system(path: Path) -> str:
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    real = os.path.realpath(path)
-    above = [(point, kind) for point, kind in mounts if os.path.commonpath([point, real]) == point]
-    return max(above, key=lambda mount: len(mount[0]))[1]
+    above = [mount for mount in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(mount.mountpoint)]
+    return max(above, key=lambda mount: len(mount.mountpoint)).fstype

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from framework.checkpoint.manifest import directory_name
 from framework.config.frozen_file import recall
-from framework.runtime.files import flush_to_disk, replaced_by, tail, write_atomically
+from framework.runtime.files import facts_in, flush_to_disk, replaced_by, tail, write_atomically
 from framework.runtime.lock import Lock
 from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
@@ -62,12 +62,10 @@ class RunDirectory:
 
     def read_summary(self) -> dict[str, Any]:
         """Return the summary, or {} if it does not exist yet. Values of a wrong type are left out."""
-        try:
-            summary = json.loads(self.summary.read_text()) if self.summary.is_file() else {}  # reading a pipe would never end
-        except (OSError, ValueError, RecursionError):
-            return {}
-        if not isinstance(summary, dict):
-            return {}
+        summary = dict[str, Any]()
+        with suppress(OSError):
+            if self.summary.is_file():  # reading a pipe would never end
+                summary = facts_in(self.summary.read_bytes())
         return {name: value for name, value in summary.items() if name not in _KINDS or _is_sound(name, value)}
 
     def checkpoint_path(self, which: str | int) -> Path | None:

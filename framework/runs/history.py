@@ -50,12 +50,9 @@ def read_history(path: Path, *, monitor: str, mode: str, most: int, aside: Conta
                 continue
             kind = (row["split"], *row)
             if kind not in of_rows:
-                names = [name for name in row if is_curve(name) or name in aside]
-                of_rows[kind] = [(name, _series(found, f"{row['split']}/{name}", monitor, mode)) for name in names]
+                names = {name: f"{row['split']}/{name}" for name in row if is_curve(name) or name in aside}
+                new = {path: Series(is_maximised(path, monitor=monitor, mode=mode)) for path in names.values()}
+                of_rows[kind] = [(name, found.setdefault(path, new[path])) for name, path in names.items()]
             for name, series in of_rows[kind]:
                 series.add(row["step"], number(row[name]), is_kept=not is_train or seen % every == 0 or seen == num_train)
     return found
-
-
-def _series(found: dict[str, Series], name: str, monitor: str, mode: str) -> Series:
-    return found.setdefault(name, Series(is_maximised(name, monitor=monitor, mode=mode)))

@@ -14,7 +14,7 @@ from framework.checkpoint.manifest import MANIFEST, candidates, read_manifest
 from framework.config.schema import RunSection
 from framework.runs.directory import RunDirectory
 from framework.runtime.exits import Exit, NoValidCheckpoint, RunEnded
-from framework.runtime.files import flush_to_disk, make_directory, replacing
+from framework.runtime.files import facts_in, flush_to_disk, make_directory, replacing
 from framework.runtime.lock import RunLocked, is_alive, process_identity
 from framework.runtime.log import LOGGER
 from framework.runtime.objects import Objects, StoreFailed, fetched_once, inside, is_url
@@ -225,10 +225,7 @@ def _manifest_of(path: Path) -> bytes:
 
 def read_facts(objects: Objects, name: str) -> dict[str, Any]:
     """Return the JSON in an object, or {} if the object does not exist or is damaged."""
-    with suppress(ValueError, RecursionError):
-        content = json.loads(objects.read(name) or b"{}")
-        return content if isinstance(content, dict) else {}
-    return {}
+    return facts_in(objects.read(name) or b"")
 
 
 def fetch_valid(objects: Objects, wanted: Iterable[str], there: Iterable[str], *, into: Path) -> Iterator[str]:

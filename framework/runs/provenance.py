@@ -16,8 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from framework.config.arguments import split_flags
-from framework.config.code import Code, Functions, changed, code_of
-from framework.config.folders import ROOT
+from framework.config.code import Code, Functions, changed, code_of, find_module
 from framework.runtime.environment import variables
 from framework.runtime.files import write_atomically
 from framework.runtime.secrets import redact
@@ -123,25 +122,14 @@ class Provenance:
             return code_of(targets)
         return code_of(targets, folders=filter(os.path.isdir, start.folders), loaded=start.loaded or {})
 
-    @property
-    def commit(self) -> str | None:
-        """The commit of the latest start, if its folder was in a repository."""
-        start = self.latest
-        return start.git.commit if start is not None and start.git is not None else None
-
     def files(self) -> dict[str, Path]:
         """Return the files of the user's modules that the latest start reached, by module. Skip files that no longer exist."""
         record = self.read()
         if (start := record.latest) is None:
             return {}
-        found = {name: Path(file) for name, file in (start.loaded or {}).items()}
-        for name in record.modules or ():
-            place = name.replace(".", "/")
-            folders = (*start.folders, start.directory, str(ROOT))
-            paths = [Path(folder, path) for folder in folders for path in (f"{place}.py", f"{place}/__init__.py")]
-            if there := [path for path in paths if path.is_file()]:
-                found[name] = there[0]
-        return {name: path for name, path in found.items() if path.is_file()}
+        specs = {name: find_module(name, tuple(start.folders)) for name in record.modules or ()}
+        found = {name: spec.origin for name, spec in specs.items() if spec is not None} | (start.loaded or {})
+        return {name: Path(file) for name, file in found.items() if file is not None and os.path.isfile(file)}
 
     @property
     def is_damaged(self) -> bool:
@@ -280,6 +268,4 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
+_distributions = functools.cache(packages_distributions)

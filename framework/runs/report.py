@@ -60,8 +60,10 @@ def find_runs(root: Path) -> list[Path]:
 
 
 def name_below(path: Path, root: Path) -> str:
-    """Return a run's path below `root`, or the directory's name if the root is the run."""
-    return path.resolve().name if path == root else str(path.relative_to(root))
+    """Return a run's path below `root`, the directory's name if the root is the run, or two names of a run elsewhere."""
+    if path == root:
+        return path.resolve().name
+    return str(path.relative_to(root) if path.is_relative_to(root) else Path(*path.parts[-2:]))
 
 
 class RunReader:

@@ -115,7 +115,7 @@ def print_table(
         values = [by_path.get(directory.path, "") for directory in directories]
     rows = list[dict[str, str]]()
     for directory, differs in zip(directories, values):
-        cells = {"run": _below(directory.path, root), "differs": differs}
+        cells = {"run": name_below(directory.path, root), "differs": differs}
         if path_odd := odd.get(directory.path):
             cells |= {"state": "unreadable", "why": f"{path_odd[0]} is not a plain file"}
         else:
@@ -148,10 +148,6 @@ def _table(rows: Sequence[dict[str, str]]) -> "Table":
     for row in rows:
         table.add_row(*(Text(row.get(name, ""), _STYLES.get(row[name], "") if name == "state" else "") for name in columns))
     return table
-
-
-def _below(path: Path, root: Path) -> str:
-    return name_below(path, root) if path.is_relative_to(root) else str(Path(*path.parts[-2:]))
 
 
 def _cells(directory: RunDirectory, standing: Standing) -> dict[str, str]:

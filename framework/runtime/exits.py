@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
-_OTHERS = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))  # code in these folders is not the user's code
+_STDLIB = (sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib"))
+_OTHERS = [Path(__file__).resolve().parents[1], *(Path(path).resolve() for path in _STDLIB)]  # not the user's code
 
 
 class Exit(IntEnum):
@@ -116,7 +117,7 @@ def place_of(error: BaseException) -> str:
 
 def is_own_code(file: str) -> bool:
     """Return whether a file has the user's code, not that of this framework or of an installed package."""
-    path = Path(file)
+    path = Path(file).resolve()
     is_installed = {"site-packages", "dist-packages"} & {*path.parts}
     return path.is_file() and not is_installed and not any(map(path.is_relative_to, _OTHERS))
 

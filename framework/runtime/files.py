@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import resource
@@ -87,6 +88,14 @@ def tail(path: Path, *, num_bytes: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         return file.read()
+
+
+def facts_in(content: str | bytes) -> dict[str, Any]:
+    """Return the JSON object in the content of a file, or {} if it is damaged, or something else."""
+    with suppress(ValueError, RecursionError):
+        facts = json.loads(content)
+        return facts if isinstance(facts, dict) else {}
+    return {}
 
 
 def make_directory(path: Path) -> None:

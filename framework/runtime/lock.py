@@ -2,20 +2,21 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import secrets
 import socket
 import sys
-import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from framework.runtime.exits import Exit, Interrupted, RunEnded
-from framework.runtime.files import lock_file, make_directory
+from framework.runtime.files import facts_in, lock_file, make_directory
+from framework.runtime.forks import repeating
 from framework.runtime.preemption import PREEMPTION
 
 _BEAT_S = 1.0
@@ -67,8 +68,7 @@ class Lock:
         self.token = secrets.token_hex(8)
         self._party = party
         self._descriptor: int | None = None
-        self._released = threading.Event()
-        self._beats: threading.Thread | None = None
+        self._beats = ExitStack()
 
     def take(self) -> None:
         """Take the lock, and make the directory. Raise RunLocked immediately if a living process holds the lock.
@@ -94,9 +94,8 @@ class Lock:
             raise
         self._descriptor = descriptor
         self._write(self.token)
-        self._released.clear()
-        self._beats = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
-        self._beats.start()
+        numbers = itertools.count(1)
+        self._beats.enter_context(repeating(lambda: self._renew(next(numbers)), every_s=_BEAT_S, name="lock"))
 
     def _watch_holder(self) -> None:
         """Wait until the holder that the file names has ended. Raise RunLocked if it lives, although its lock is free."""
@@ -124,16 +123,13 @@ class Lock:
             if os.fstat(file.fileno()).st_size > _NUM_BYTES:
                 file.truncate(_NUM_BYTES)
 
-    def _keep_beating(self) -> None:
-        beat = 0
-        while not self._released.wait(_BEAT_S):
-            with suppress(OSError):  # a missed beat is not a lost lock
-                try:
-                    Claim(self.path.parent, self.token).require()
-                except Taken as taken:
-                    _end(taken)
-                beat += 1
-                self._write(self.token, beat)
+    def _renew(self, beat: int) -> None:
+        with suppress(OSError):  # a missed beat is not a lost lock
+            try:
+                Claim(self.path.parent, self.token).require()
+            except Taken as taken:
+                _end(taken)
+            self._write(self.token, beat)
 
     @property
     def is_held(self) -> bool:
@@ -151,9 +147,7 @@ class Lock:
 
     def release(self) -> None:
         if self._descriptor is not None:
-            self._released.set()
-            if self._beats is not None:
-                self._beats.join(2 * _BEAT_S)
+            self._beats.close()
             with suppress(OSError):  # if this fails, the next holder watches the file for a few seconds
                 self._write("")
             os.close(self._descriptor)
@@ -161,9 +155,8 @@ class Lock:
 
     def holder(self) -> dict[str, Any]:
         """Return the file's record of the process that holds the lock, or that was killed while it held the lock."""
-        with suppress(OSError, ValueError, RecursionError):
-            holder = json.loads(self.path.read_text())
-            return holder if isinstance(holder, dict) else {}
+        with suppress(OSError):
+            return facts_in(self.path.read_bytes())
         return {}
 
 

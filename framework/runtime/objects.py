@@ -205,16 +205,9 @@ def inside(folder: Path, name: str) -> Path:
 # --- local copies
 
 
-class Copy(NamedTuple):
-    """A copy of the content of a URL."""
-
-    path: str
-    version: str  # changes with the content in the store
-
-
 @cache  # one process and its forks see one version, even if the store changes
-def local_copy(url: str) -> Copy:
-    """Return a copy of the content of a URL: an object, a folder of objects, or a pattern of names (`*.tar`) in a folder.
+def local_copy(url: str) -> str:
+    """Return the path of a copy of a URL's content: an object, a folder of objects, or a pattern (`*.tar`) in a folder.
 
     Raise StoreFailed if nothing exists, or if it cannot be fetched. Raise Interrupted if a signal arrives during the copy.
     """
@@ -238,7 +231,7 @@ def local_copy(url: str) -> Copy:
             raise StoreFailed(f"{url} has changed during the download; give the command again")
 
     folder = fetched_once([url, found], fetch, is_whole=is_whole)
-    return Copy(str(folder / last if pattern or "" in found else folder), version=folder.name)
+    return str(folder / last if pattern or "" in found else folder)
 
 
 def fetched_once(

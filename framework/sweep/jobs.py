@@ -33,7 +33,7 @@ class Job:
     line: list[str]
     config: RunConfig
     code: int | None = None  # None: it has not been launched, or not ended
-    is_rehearsed: bool = False
+    is_rehearsed: bool = False  # a job that is alike has passed
 
     @property
     def directory(self) -> RunDirectory:
@@ -56,10 +56,6 @@ class Job:
     def stale_code(self) -> str:
         """The unaccepted changes of the code since the job's last start. Empty if there are none."""
         return "; ".join(changed_code(self.config.run, self.config.targets()))
-
-    def prepare(self, *, group: str, is_rehearsed: bool) -> None:
-        """Put the job into a group, unless its line names another. `is_rehearsed`: a job that is alike has passed."""
-        self.config, self.is_rehearsed = self.config.in_group(group), is_rehearsed
 
     def run(self) -> int:
         """Run the job to its end, in this process. Return its exit code."""

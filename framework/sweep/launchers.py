@@ -119,7 +119,9 @@ class Runner:
 
         launcher = self.launcher
         for job in jobs:
-            job.prepare(group=self._group, is_rehearsed=subject(job.build) in self._rehearsed)
+            job.is_rehearsed = subject(job.build) in self._rehearsed
+            if job.config.run.group is None:
+                job.config = job.config.with_run(group=self._group)
             PREPARED[tuple(job.line)] = job
         if isinstance(launcher, OwnLauncher):
             launcher.should_stop, launcher.ended = should_stop, self.record

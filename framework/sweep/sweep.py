@@ -71,8 +71,8 @@ class Sweep:
     def directory(self) -> Path:
         """The sweep's directory. Its name is a hash of the sweep's runs; for a search, of its start and its way of drawing."""
         decides: Any = sorted([job.config.name, job.config.run.id] for job in self.jobs)
-        if self.multirun.sweeper is not None:
-            decides = [decides, str(self.multirun.space), self.multirun.sweeper.decisive()]
+        if (search := self.multirun.sweeper) is not None:
+            decides = [decides, str(self.multirun.space), [search.sampler, search.pruner, search.study_name]]
         return Path(self.jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
 
     def source(self) -> JobSource:

@@ -27,10 +27,6 @@ class Sweeper(Section):
     sampler: dict[str, Any]
     pruner: dict[str, Any]
 
-    def decisive(self) -> list[Any]:
-        """Return the settings that distinguish this search from other searches."""
-        return [self.sampler, self.pruner, self.study_name]
-
     def rules(self) -> Iterator[Problem]:
         target = str(self.sampler.get("_target_"))
         if why := _LEFT_OUT.get(target.removeprefix("optuna.samplers.")):

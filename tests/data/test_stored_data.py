@@ -75,18 +75,18 @@ def test_one_object_and_a_pattern_are_data_too(store: Objects, tmp_path: Path) -
     store.write("all.bin", np.arange(4000, dtype=np.uint16).tobytes())
     for name in ("x-0.tar", "x-1.tar", "y.tar", "deeper/x-2.tar"):
         store.write(name, name.encode())
-    assert np.array_equal(np.fromfile(local_copy(f"{store.url}/all.bin").path, np.uint16), np.arange(4000))
-    pattern = Path(local_copy(f"{store.url}/x-*.tar").path)
+    assert np.array_equal(np.fromfile(local_copy(f"{store.url}/all.bin"), np.uint16), np.arange(4000))
+    pattern = Path(local_copy(f"{store.url}/x-*.tar"))
     assert pattern.name == "x-*.tar" and sorted(path.name for path in pattern.parent.iterdir()) == ["x-0.tar", "x-1.tar"]
 
 
 def test_what_changes_in_the_store_is_fetched_again_by_the_next_command(store: Objects) -> None:
     store.write("a.txt", b"one")
-    first = Path(local_copy(store.url).path, "a.txt")
+    first = Path(local_copy(store.url), "a.txt")
     store.write("a.txt", b"two")  # of the same size
-    assert Path(local_copy(store.url).path, "a.txt").read_bytes() == b"one", "a process sees one version"
+    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"one", "a process sees one version"
     local_copy.cache_clear()  # as in another process
-    assert Path(local_copy(store.url).path, "a.txt").read_bytes() == b"two" and first.read_bytes() == b"one"
+    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"two" and first.read_bytes() == b"one"
 
 
 def test_what_changes_while_it_is_fetched_is_no_copy(store: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_what_changes_while_it_is_fetched_is_no_copy(store: Objects, monkeypatch
         change.setattr(Objects, "get", get)
         with pytest.raises(StoreFailed, match="has changed during the download"):
             local_copy(store.url)
-    assert Path(local_copy(store.url).path, "a.txt").read_bytes() == b"two"
+    assert Path(local_copy(store.url), "a.txt").read_bytes() == b"two"
 
 
 def kill_at_the_second_file() -> None:

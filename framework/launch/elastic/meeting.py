@@ -19,7 +19,7 @@ from framework.distributed.groups import connect_store, hang_up, serve_store
 from framework.launch.network import Network, interface_of
 from framework.runtime.environment import node_name
 from framework.runtime.exits import Exit, Interrupted
-from framework.runtime.files import replacing
+from framework.runtime.files import facts_in, replacing
 from framework.runtime.lock import Lock, RunLocked
 from framework.runtime.preemption import PREEMPTION
 
@@ -122,11 +122,9 @@ class Meeting:
         return interface_of(address) if address else None
 
     def _place(self) -> dict[str, Any]:
-        try:
-            place = json.loads(self._file.read_text())
-        except (OSError, ValueError):
-            return {"token": ""}
-        return place if isinstance(place, dict) else {"token": ""}
+        with suppress(OSError):
+            return {"token": ""} | facts_in(self._file.read_bytes())
+        return {"token": ""}
 
     def _where(self) -> str:
         place = self._place()
