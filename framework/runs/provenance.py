@@ -127,7 +127,8 @@ class Provenance:
         record = self.read()
         if (start := record.latest) is None:
             return {}
-        specs = {name: find_module(name, tuple(start.folders)) for name in record.modules or ()}
+        folders = (*start.folders, start.directory)
+        specs = {name: find_module(name, folders) for name in record.modules or ()}
         found = {name: spec.origin for name, spec in specs.items() if spec is not None} | (start.loaded or {})
         return {name: Path(file) for name, file in found.items() if file is not None and os.path.isfile(file)}
 

@@ -49,7 +49,7 @@ def start_in_thread(work: Callable[[], Outcome], *, name: str, daemon: bool) -> 
 
 @contextmanager
 def repeating(act: Callable[[], object], *, every_s: float, name: str) -> Iterator[None]:
-    """Let a thread call `act` again and again as long as the context lasts."""
+    """Let a thread call `act` again and again as long as the context lasts, and at most two periods longer."""
     is_over = threading.Event()
 
     def run() -> None:
@@ -62,7 +62,7 @@ def repeating(act: Callable[[], object], *, every_s: float, name: str) -> Iterat
         yield
     finally:
         is_over.set()
-        thread.join()
+        thread.join(2 * every_s)  # a disk may not answer
 
 
 def in_new_thread(work: Callable[[], Outcome]) -> Outcome:
