@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from framework.config.folders import options
-from tests.harness import Ended, assert_close, command, once
+from tests.harness import assert_close, command, once
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts, name
 from tests.test_resume import assert_survives_a_kill
 from tests.zoo import IMAGES, TOKENS, make
@@ -54,10 +54,6 @@ def line(model: str) -> list[str]:
     return [*RUN, *DATA["images" if model in IMAGES else "tokens"], "model._target_=tests.zoo.make", f"model.name='{model}'"]
 
 
-def one(model: str) -> Ended:
-    return once(*line(model))
-
-
 def cells() -> Iterator[Any]:
     for number, model in enumerate([*IMAGES, *TOKENS]):
         for other, (strategy, ranks, mesh) in enumerate(STRATEGIES):
@@ -80,7 +76,7 @@ def test_a_model_computes_what_it_does_on_one_process_or_is_refused(
     )
     if words is None:
         assert ended.code == 0, ended.output
-        assert_close(ended, one(model), tolerance=LEAN.get(model, 1e-10))
+        assert_close(ended, once(*line(model)), tolerance=LEAN.get(model, 1e-10))
         return
     assert ended.code == 78, ended.output
     assert words in ended.output
