@@ -391,6 +391,19 @@ def assert_close(actual: Any, expected: Any, *, tolerance: float = 1e-10) -> Non
         assert difference.max() <= tolerance, f"{name} differs by {difference.max()}"
 
 
+def assert_computes_or_is_refused(
+    line: Sequence[str], words: Sequence[str], said: str | None, *, root: Path, tolerance: float = 1e-10
+) -> None:
+    """With these words the line computes what it does alone, or is refused with what is said, and nothing is written."""
+    ended = command(*line, *words, f"rehearse={str(said is not None).lower()}", root=root)
+    if said is None:
+        assert ended.code == 0, ended.output
+        assert_close(ended, once(*line), tolerance=tolerance)
+    else:
+        assert ended.code == 78 and said in ended.output, ended.output
+        assert not list(root.iterdir())
+
+
 def is_close(one: Any, other: Any, tolerance: float) -> bool:
     """Whether two values, or lists of values, are equal up to `tolerance` (relative to the larger of the value and 1)."""
     if isinstance(other, list):
