@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from framework.config.folders import options
 from framework.modules.tensors import map_tensors
-from tests.harness import Ended, command, finished, model_of, once, refused, split_of
+from tests.harness import Ended, around, command, finished, model_of, once, refused, split_of
 from tests.test_conformance import IMAGES, MODELS, SMALL
 from tests.test_unpickling import note_unpickling
 
@@ -126,15 +126,13 @@ def test_a_program_that_computes_something_else_is_not_kept(tmp_path: Path) -> N
 
 
 def spoil_weights() -> None:
-    original = torch.export.load
-
-    def load(*arguments: Any, **named: Any) -> Any:
-        program = original(*arguments, **named)
+    def load(plain: Any, *arguments: Any, **named: Any) -> Any:
+        program = plain(*arguments, **named)
         with torch.no_grad():
             next(iter(program.state_dict.values())).mul_(float("nan"))
         return program
 
-    torch.export.load = load
+    around(torch.export, "load", load)
 
 
 def hide_onnxruntime() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from framework.checkpoint import manifest
 from framework.runtime.environment import Environment
-from tests.harness import assert_same_bits, command, finished, once
+from tests.harness import assert_same_bits, before_each, command, finished, once
 from tests.test_resume import RUN, STRATEGIES, after_step
 
 # 8 steps, a checkpoint of about 1 MiB after every second
@@ -111,16 +111,11 @@ def test_checkpoints_that_become_read_only_end_the_run(strategy: str, mode: str,
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "strategy"), [(MODES[1], "fsdp 2"), (MODES[0], "ddp 2")])
 def test_a_disk_that_is_slow_for_one_rank_is_waited_for(strategy: str, mode: str, tmp_path: Path) -> None:
-    def slow_down() -> None:
-        fsync = os.fsync
+    def wait(_: int) -> None:
+        if Environment.read().rank == 1:
+            time.sleep(0.5)
 
-        def slow(descriptor: int) -> None:
-            if Environment.read().rank == 1:
-                time.sleep(0.5)
-            fsync(descriptor)
-
-        os.fsync = slow
-
-    ended = finished(*LINE, *STRATEGIES[strategy], mode, root=tmp_path / "runs", before=slow_down)
+    line = [*LINE, *STRATEGIES[strategy], mode]
+    ended = finished(*line, root=tmp_path / "runs", before=lambda: before_each(os, "fsync", wait))
     assert ended.summary["saves"]["committed"] == 4
     assert_same_bits(ended, once(*LINE, *STRATEGIES[strategy]))
