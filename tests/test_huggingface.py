@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from framework import load
-from tests.harness import Ended, Says, assert_same_bits, command, finished, once, refused, together
+from tests.harness import Ended, Says, after_each, assert_same_bits, command, finished, once, refused, together
 from tests.test_export import copied
 from tests.test_init_from import own_conf
 from tests.test_resume import after_step, crash
@@ -181,14 +181,11 @@ def test_a_folder_that_reads_as_something_else_is_not_kept(tmp_path: Path) -> No
     def spoil() -> None:
         import transformers
 
-        original = transformers.GPT2LMHeadModel.save_pretrained
-
-        def save(self: Any, folder: str, **options: Any) -> None:
-            original(self, folder, **options)
+        def change(_: Any, folder: str, **__: Any) -> None:
             config = json.loads((Path(folder) / "config.json").read_text())
             (Path(folder) / "config.json").write_text(json.dumps(config | {"scale_attn_weights": False}))
 
-        transformers.GPT2LMHeadModel.save_pretrained = save
+        after_each(transformers.GPT2LMHeadModel, "save_pretrained", change)
 
     copy = copied(once(*RUN, *KINDS["gpt2"]), tmp_path)
     refused = command(*EXPORT, f"run.dir={copy}", root=tmp_path / "none", before=spoil)
