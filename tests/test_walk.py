@@ -18,6 +18,7 @@ from framework.build.training import Builder
 from framework.config.schema import RunConfig
 from framework.distributed.world import World
 from framework.modes.train import _continue
+from tests.harness import before_each
 from tests.product import configured
 from tests.ranks import on_ranks
 
@@ -126,16 +127,12 @@ def messages(found: Counter[str], *, world: World) -> Callable[[], None]:
 def counting(owner: Any, names: Iterable[str], found: Counter[str], but: Any = ()) -> Callable[[], None]:
     """Count the calls of an owner's functions by name, but those for a group; return how to end it."""
 
-    def noting(name: str, call: Any) -> Any:
-        def note(*given: Any, **named: Any) -> Any:
-            found[name] += named.get("group") is not but
-            return call(*given, **named)
-
-        return note
+    def note(called: str, *_: Any, group: Any = None, **__: Any) -> None:
+        found[called] += group is not but
 
     plain = {name: getattr(owner, name) for name in names}
-    for name, call in plain.items():
-        setattr(owner, name, noting(name, call))
+    for name in plain:
+        before_each(owner, name, partial(note, name))
     return lambda: [setattr(owner, name, call) for name, call in plain.items()] and None
 
 

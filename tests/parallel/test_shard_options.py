@@ -63,21 +63,17 @@ def test_gradients_reduced_in_each_micro_batch_are_the_same_and_shards(strategy:
 def noting_gathers(file: Path) -> Callable[[], None]:
     """Return what lets rank 0 note its gathers and the forwards of the blocks, in their order."""
 
-    def note() -> None:
-        def noted(plain: Callable[..., Any], word: str) -> Callable[..., Any]:
-            def call(*given: Any, **more: Any) -> Any:
-                if dist.get_rank() == 0 and torch.is_grad_enabled() | (word == "gather"):
-                    with file.open("a") as lines:
-                        lines.write(f"{word}\n")
-                return plain(*given, **more)
+    def note(word: str) -> None:
+        if dist.get_rank() == 0 and torch.is_grad_enabled() | (word == "gather"):
+            with file.open("a") as lines:
+                lines.write(f"{word}\n")
 
-            return call
-
+    def plant() -> None:
         for name in {"all_gather_single", "all_gather_into_tensor"} & set(dir(dist)):  # FSDP's, by release of torch
-            setattr(dist, name, noted(getattr(dist, name), "gather"))
-        Block.forward = noted(Block.forward, "block")
+            before_each(dist, name, lambda *_, **__: note("gather"))
+        before_each(Block, "forward", lambda *_, **__: note("block"))
 
-    return note
+    return plant
 
 
 @pytest.mark.slow
