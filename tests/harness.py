@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.figure  # noqa: F401  # these are what a run would import: every forked child has them
+import numpy as np
 import torch
 import torch.distributed.elastic.rendezvous.static_tcp_rendezvous
 import torch.distributed.fsdp
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import framework.data.synthetic
 import framework.launch.worker
@@ -39,6 +42,7 @@ import framework.tasks.language_modeling
 import models.cnn
 import models.gpt
 import models.mlp  # noqa: F401
+from framework.build import components
 from framework.cli.run import admit, checked_line, start
 from framework.config.compose import compose_line
 from framework.config.frozen_file import recall
@@ -289,6 +293,18 @@ def once(*overrides: str, **options: Any) -> Ended:
     return _ONCE[key]
 
 
+class Counting(TorchDispatchMode):
+    """Counts torch's operations, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[operation.overloadpacket.__name__] += 1
+        return operation(*args, **kwargs or {})
+
+
 def around(owner: Any, name: str, call: Callable[..., Any]) -> None:
     """Put `call` in the place of `owner.name`, which it is given before its arguments."""
     original = getattr(owner, name)
@@ -326,6 +342,28 @@ def note_steps() -> None:
     before_each(Forward, "seed_draws", seed_draws)
 
 
+def split_of(run: Ended, split: str) -> tuple[Any, torch.Tensor]:
+    """Return the inputs of a run's split, as its model takes them, and the targets."""
+    dataset = components.dataset(recall(run.directory)["dataset"])
+    source = dataset.load(split)
+    inputs, targets = dataset.transform(*map(torch.from_numpy, source.gather(np.arange(len(source)))), keys=None)
+    return inputs, targets
+
+
+def model_of(run: Ended) -> torch.nn.Module:
+    """Return the model of a run as its constructor makes it, with the first weights."""
+    config = recall(run.directory)
+    return components.model(config["model"], seed=config["seed"])
+
+
+def outputs_of(run: Ended, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a run's final weights give for a split, the whole split at once, by torch alone; and the targets."""
+    (inputs, targets), module = split_of(run, split), model_of(run)
+    module.to(next(iter(run.weights.values())).dtype).load_state_dict(run.weights, strict=True)
+    with torch.no_grad():
+        return module.eval()(inputs.to(next(module.parameters()).dtype) if inputs.is_floating_point() else inputs), targets
+
+
 def exact_rows(ended: Any) -> list[dict[str, Any]]:
     """Return the rows of a command (Ended), or of forked ranks (Trained), without what a clock or the machine has measured."""
     return [{key: value for key, value in row.items() if key not in MACHINE} for row in ended.rows]
@@ -347,14 +385,28 @@ def assert_close(actual: Any, expected: Any, *, tolerance: float = 1e-10) -> Non
     for one, other in zip(mine, theirs):
         assert one.keys() == other.keys(), one.keys() ^ other.keys()
         for key in one:
-            assert _is_close(one[key], other[key], tolerance), (key, one, other)
+            assert is_close(one[key], other[key], tolerance), (key, one, other)
     for name, tensor in expected.weights.items():
         difference = (actual.weights[name].double() - tensor.double()).abs() / tensor.double().abs().clamp(min=1.0)
         assert difference.max() <= tolerance, f"{name} differs by {difference.max()}"
 
 
-def _is_close(one: Any, other: Any, tolerance: float) -> bool:
+def assert_computes_or_is_refused(
+    line: Sequence[str], words: Sequence[str], said: str | None, *, root: Path, tolerance: float = 1e-10
+) -> None:
+    """With these words the line computes what it does alone, or is refused with what is said, and nothing is written."""
+    ended = command(*line, *words, f"rehearse={str(said is not None).lower()}", root=root)
+    if said is None:
+        assert ended.code == 0, ended.output
+        assert_close(ended, once(*line), tolerance=tolerance)
+    else:
+        assert ended.code == 78 and said in ended.output, ended.output
+        assert not list(root.iterdir())
+
+
+def is_close(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether two values, or lists of values, are equal up to `tolerance` (relative to the larger of the value and 1)."""
     if isinstance(other, list):
-        return len(one) == len(other) and all(_is_close(*pair, tolerance) for pair in zip(one, other))
+        return len(one) == len(other) and all(is_close(*pair, tolerance) for pair in zip(one, other))
     is_number = not isinstance(other, str | None) and one is not None
     return bool(abs(one - other) <= tolerance * max(1.0, abs(other)) if is_number else one == other)

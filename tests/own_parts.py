@@ -15,8 +15,22 @@ def scale(loop: Any, factor: float) -> None:
         parameter.mul_(factor)
 
 
-class Lookahead:
+class Kept:
+    """A part whose state is its attributes of these names."""
+
+    names: tuple[str, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Lookahead(Kept):
     """Every `every` steps the weights go back half of the way to where they were: state as large as the model."""
+
+    names = "slow", "num_back"
 
     def __init__(self, every: int = 2) -> None:
         self.every, self.num_back = every, 0
@@ -33,15 +47,11 @@ class Lookahead:
             parameter.copy_(self.slow[name])
         self.num_back += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"slow": self.slow, "num_back": self.num_back}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.slow, self.num_back = state["slow"], state["num_back"]
-
-
-class Prune:
+class Prune(Kept):
     """From a step on small weights are zero: a mask that is not there before."""
+
+    names = ("mask",)
 
     def __init__(self) -> None:
         self.mask: dict[str, Tensor] = {}
@@ -52,12 +62,6 @@ class Prune:
             self.mask = {name: (p.abs() > 0.05).to(p.dtype) for name, p in loop.trained().items()}
         for name, mask in self.mask.items():
             loop.trained()[name].mul_(mask)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mask": self.mask}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mask = state["mask"]
 
 
 class Grows:
@@ -77,8 +81,10 @@ class Grows:
         self.losses = state["seen/losses"]
 
 
-class Loss:
+class Loss(Kept):
     """Keeps a small tensor and draws, and both matter."""
+
+    names = ("mean",)
 
     def __init__(self) -> None:
         self.mean = torch.zeros(2, dtype=torch.float64)
@@ -91,12 +97,6 @@ class Loss:
 
     def row(self, loop: Any) -> dict[str, float]:
         return {"mean_loss": self.mean[0]}  # a tensor
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean = state["mean"]
 
 
 class Shrinks:
@@ -221,18 +221,14 @@ class WholeMask:
             parameter.grad.mul_(torch.rand(parameter.grad.shape) > 0.5)
 
 
-class StateOfRank:
+class StateOfRank(Kept):
+    names = ("norm",)
+
     def __init__(self) -> None:
         self.norm = 0.0
 
     def step_taken(self, loop: Any) -> None:
         self.norm = 1.0 if loop.is_main else 2.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"norm": self.norm}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.norm = state["norm"]
 
 
 class OnOneRankLate:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import Ended, Says, assert_close, command, finished, refused
+from tests.harness import Says, assert_close, command, finished, refused
 from tests.test_resume import assert_survives_a_kill
 
 RUN = ["precision=fp64", "global_batch_size=10", "trainer.max_epochs=null", "trainer.max_steps=7", "trainer.eval_every=3", "trainer.log_every=1",
@@ -160,37 +160,19 @@ class MixUp:
         return inputs * share + inputs.roll(1, 0) * (1 - share), shares * share + shares.roll(1, 0) * (1 - share)
 
 
-Make = Any
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    done: dict[str, tuple[list[str], Ended]] = {}
-
-    def run(what: str) -> tuple[list[str], Ended]:
-        if what not in done:
-            folder = tmp_path_factory.mktemp("data")
-            line = [*RUN, *LINES[what](folder), "micro_batch_size=3"]
-            done[what] = line, finished(*line, root=folder / "runs")
-        return done[what]
-
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", LINES)
-def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: str, one: Make, tmp_path: Path) -> None:
-    line, expected = one(what)
+def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: str, tmp_path: Path) -> None:
+    line = [*RUN, *LINES[what](tmp_path), "micro_batch_size=3"]
     several = finished(*line, "parallel=ddp", TWO, "dataset.num_workers=2", root=tmp_path / "runs")
-    assert_close(several, expected)
+    assert_close(several, finished(*line, root=tmp_path / "one"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["tar shards", "lengths that differ", "a curriculum"])
-def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, one: Make, tmp_path: Path) -> None:
-    line, _ = one(what)
-    both = [*line, "parallel=fsdp", TWO]
-    assert_survives_a_kill(*both, at=5, root=tmp_path)
+def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, tmp_path: Path) -> None:
+    line = [*RUN, *LINES[what](tmp_path), "micro_batch_size=3", "parallel=fsdp", TWO]
+    assert_survives_a_kill(*line, at=5, root=tmp_path)
 
 
 @pytest.mark.slow
@@ -201,7 +183,7 @@ def test_what_a_sample_draws_depends_on_its_number_also_without_micro_batches(tm
     assert_close(several, alone)
 
 
-def test_missing_splits_are_shares_of_the_first_and_share_no_sample(one: Make) -> None:
+def test_missing_splits_are_shares_of_the_first_and_share_no_sample() -> None:
     from framework.data.map_style import MapStyle
 
     data = MapStyle(train=lambda: Pictures(), shares={"val": 0.2, "test": 0.1})

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from framework.build import components
 from framework.config.folders import options
 from framework.data.order import Order
-from tests.harness import Ended, assert_close, assert_same_bits, checked, command, finished, once, refused
+from tests.harness import Ended, assert_close, assert_computes_or_is_refused, assert_same_bits, checked, finished, once, refused
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, MODELS, NOT_EQUAL, RUN, SMALL, layouts, name
 from tests.test_resume import assert_survives_a_kill
 
@@ -79,14 +79,8 @@ def own_step(task: str) -> list[str]:
 def test_a_step_computes_what_it_does_on_one_process_or_is_refused(
     task: str, strategy: str, ranks: int, mesh: list[str], tmp_path: Path
 ) -> None:
-    line, processes = own_step(task), [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
-    words = REFUSED.get((task, strategy))
-    ended = command(*line, *processes, f"rehearse={str(words is not None).lower()}", root=tmp_path / "runs")
-    if words is not None:
-        assert ended.code == 78 and words in ended.output, ended.output
-        return
-    assert ended.code == 0, ended.output
-    assert_close(ended, once(*line))
+    words = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
+    assert_computes_or_is_refused(own_step(task), words, REFUSED.get((task, strategy)), root=tmp_path / "runs")
 
 
 OTHERS = [

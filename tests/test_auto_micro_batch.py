@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from framework.launch.elastic.agent import _Agent
 from framework.launch.failures import Failure
 from framework.runs.directory import RunDirectory
-from tests.harness import Ended, assert_close, command, finished
+from tests.harness import assert_close, command, finished, once
 
 LINE = ["model._target_=tests.test_auto_micro_batch.Hungry", "precision=fp64",
         "global_batch_size=64", "trainer.max_epochs=null", "trainer.max_steps=6", "trainer.log_every=1", "trainer.eval_every=3",
@@ -46,20 +46,15 @@ class TooLarge(Hungry):
             torch.empty(_ENDLESS, dtype=torch.uint8)
 
 
-@pytest.fixture(scope="module")
-def fixed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*LINE, "micro_batch_size=16", root=tmp_path_factory.mktemp("runs"))
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "strategy", [[], TWO, [*TWO, "parallel=fsdp"], [*TWO, "launch.nnodes=1:2"]], ids=["single", "ddp", "fsdp", "elastic"]
 )
-def test_the_largest_half_that_fits_is_found_and_kept(strategy: list[str], fixed: Ended, tmp_path: Path) -> None:
+def test_the_largest_half_that_fits_is_found_and_kept(strategy: list[str], tmp_path: Path) -> None:
     run = finished(*LINE, *strategy, "micro_batch_size=auto", root=tmp_path / "runs")
     sizes = re.findall(r"lacks memory: the run starts again with micro-batches of (\d+)", run.output)
     assert sizes == (["16"] if strategy else ["32", "16"])
-    assert_close(run, fixed)
+    assert_close(run, once(*LINE, "micro_batch_size=16"))
     assert [*json.loads((run.directory / "micro_batch_size.json").read_text()).values()] == [16]
     assert "64 a step in micro-batches of 16" in run.output
     measured = command("mode=eval", f"run.dir={run.directory}", "launch.nproc_per_node=1", root=tmp_path / "runs")

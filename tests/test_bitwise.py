@@ -40,24 +40,20 @@ def digest(ended: Ended) -> str:
     return sha.hexdigest()
 
 
-def one(line: str) -> Ended:
-    return once(*LINES[line])
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [9, 2, 3, 5, 7])  # of nine, two have nothing to do
 @pytest.mark.parametrize("line", LINES)
 def test_any_number_of_processes_gives_the_same_bits(line: str, ranks: int, tmp_path: Path) -> None:
     run = finished(*LINES[line], "parallel=ddp", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
-    assert digest(run) == digest(one(line))
-    assert exact_rows(run) == exact_rows(one(line))
+    assert digest(run) == digest(once(*LINES[line]))
+    assert exact_rows(run) == exact_rows(once(*LINES[line]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_so_does_a_sharded_optimizer(ranks: int, tmp_path: Path) -> None:
     run = finished(*LINES["cnn"], "parallel=zero", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
-    assert digest(run) == digest(one("cnn"))
+    assert digest(run) == digest(once(*LINES["cnn"]))
 
 
 @pytest.mark.slow
@@ -67,14 +63,14 @@ def test_a_run_may_change_its_number_of_processes(tmp_path: Path) -> None:
         line = ["parallel=ddp", f"launch.nproc_per_node={ranks}"]
         ended = command(*LINES["cnn"], *line, root=tmp_path / "runs", before=before)
         assert ended.code == (75 if stop else 0), ended.output
-    assert digest(ended) == digest(one("cnn"))
-    assert exact_rows(ended) == exact_rows(one("cnn"))
+    assert digest(ended) == digest(once(*LINES["cnn"]))
+    assert exact_rows(ended) == exact_rows(once(*LINES["cnn"]))
 
 
 @pytest.mark.slow
 def test_without_it_the_bits_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     line = [*LINES["cnn"], "invariance=samples", "parallel=ddp", "launch.nproc_per_node=3"]
-    assert digest(finished(*line, root=tmp_path / "runs")) != digest(one("cnn"))
+    assert digest(finished(*line, root=tmp_path / "runs")) != digest(once(*LINES["cnn"]))
 
 
 def in_order(leaves: list[torch.Tensor]) -> torch.Tensor:

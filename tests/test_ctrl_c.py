@@ -13,7 +13,7 @@ import pytest
 
 from framework.runtime.environment import Environment
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, assert_same_bits, begin, end, finished, once, wait_for
+from tests.harness import assert_same_bits, begin, end, finished, once, wait_for
 from tests.test_malformed import REPOSITORY
 from tests.test_preemption import LINE, MOMENTS, STEP, members, once_at
 from tests.test_resume import STRATEGIES
@@ -49,10 +49,6 @@ def held(moment: str, mark: Path, *, seconds: int) -> Callable[[], None]:
     return lambda: once_at(*MOMENTS[moment], hold)
 
 
-def undisturbed() -> Ended:
-    return once(*LINE, "seed=0")
-
-
 def begin_held(way: str, moment: str, *, seconds: int, root: Path) -> tuple[subprocess.Popen[str], Path]:
     mark, output = root.parent / "here", root.parent / f"{root.name}.output"
     run = {"run": lambda overrides: sweep(overrides, [])} if "seed=0,1" in WAYS[way] else {}
@@ -80,7 +76,7 @@ def test_twice_nothing_is_left_of_it_but_a_valid_checkpoint(way: str, moment: st
     wait_for(lambda: not members(process.pid), what="no process is left", timeout_s=2.0)
     assert time.monotonic() - again < 2.0
     if way == "alone":
-        assert_same_bits(finished(*LINE, root=root), undisturbed())
+        assert_same_bits(finished(*LINE, root=root), once(*LINE, "seed=0"))
 
 
 @pytest.mark.quick(1)
@@ -96,7 +92,7 @@ def test_once_it_is_said_at_once_and_a_checkpoint_is_committed(moment: str, tmp_
     assert stopped.code == 75
     told = f"stopped after step {STEP}; the same command continues from the checkpoint of step {STEP}"
     assert stopped.output.splitlines()[-1] == told
-    assert_same_bits(finished(*LINE, root=root), undisturbed())
+    assert_same_bits(finished(*LINE, root=root), once(*LINE, "seed=0"))
 
 
 def test_after_a_run_signals_are_heard_as_before(tmp_path: Path) -> None:

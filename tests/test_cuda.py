@@ -2,8 +2,6 @@
 
 import functools
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +40,24 @@ def seen() -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def trainer_of(line: list[str]) -> Iterator[Trainer]:
-    with tempfile.TemporaryDirectory() as folder:
-        world = World.start(Environment(), backend="auto", device="auto", timeout_s=60.0, scratch=None)
-        yield Builder(compose(*RUN, *line, f"run.dir={folder}/run"), world=world).trainer()
-
-
 # --- run in a process with devices
 
 
 def steps(line: list[str]) -> list[dict[str, Any]]:
     """Return what was counted in each of ten steps, with the fetching of the next, from the third on."""
-    with trainer_of(line) as trainer:
-        following = trainer.begin()
+    with tempfile.TemporaryDirectory() as folder:
+        world = World.start(Environment(), backend="auto", device="auto", timeout_s=60.0, scratch=None)
+        return counted_steps(Builder(compose(*RUN, *line, f"run.dir={folder}/run"), world=world).trainer(), 10)
+
+
+def counted_steps(trainer: Trainer, count: int) -> list[dict[str, Any]]:
+    following = trainer.begin()
+    step, counted = next(following), []
+    for _ in range(count):
+        trainer.take(step)
         step = next(following)
-        counted = []
-        for _ in range(10):
-            trainer.take(step)
-            step = next(following)
-            counted.append({"device": str(step.micro_batches[0].inputs.device), **seen()})
-        return counted[2:]
+        counted.append({"device": str(step.micro_batches[0].inputs.device), **seen()})
+    return counted[2:]
 
 
 def whole_run(line: list[str], device: str) -> dict[str, Any]:
@@ -164,17 +159,11 @@ def steps_of_rank(rank: int, num_ranks: int, folder: str, line: list[str]) -> li
     place = Environment(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks)
     found = World.start(place, backend="auto", device="auto", timeout_s=60.0, scratch=Path(folder))
     trainer = Builder(compose(*RUN, *line, f"run.dir={folder}/run"), world=found).trainer()
-    following = trainer.begin()
-    step = next(following)
-    counted = []
-    for _ in range(6):
-        trainer.take(step)
-        step = next(following)
-        counted.append(seen())
+    counted = counted_steps(trainer, 6)
     norm = sum(float(torch.linalg.vector_norm(value)) for value in gathered(state_of(trainer.engine.module), world=found)[1])
     found.groups.leave()
     found.agreement.barrier()
-    return [str(found.device), counted[2:], norm if rank == 0 else None]
+    return [str(found.device), counted, norm if rank == 0 else None]
 
 
 # --- the tests

@@ -41,10 +41,6 @@ def ends(processes: list[subprocess.Popen[str]], folder: Path) -> Ended:
     return Ended(0, "\n".join(outputs), folder / "runs")
 
 
-def one() -> Ended:
-    return once(*RUN)
-
-
 def test_the_dockerfile_has_no_fault_that_its_linter_knows() -> None:
     told = subprocess.run(["hadolint", DEPLOY / "Dockerfile"], text=True, stdout=subprocess.PIPE)
     assert told.returncode == 0, told.stdout
@@ -96,7 +92,7 @@ def test_the_pods_of_an_indexed_job_are_the_nodes_of_one_run(tmp_path: Path) -> 
             for index in range(job["spec"]["completions"])]  # fmt: skip
     ended = ends(pods, tmp_path)
     assert ended.summary["world_size"] == 2
-    assert_close(ended, one())
+    assert_close(ended, once(*RUN))
 
 
 def test_the_pytorch_job_is_one_by_the_operators_own_models() -> None:
@@ -125,7 +121,7 @@ def test_the_pods_of_a_pytorch_job_are_the_nodes_of_one_run(tmp_path: Path, free
         pods.append(in_container([*container["command"], *container["args"]], tmp_path, **meet, **agents))
     ended = ends(pods, tmp_path)
     assert ended.summary["world_size"] == 2
-    assert_close(ended, one())
+    assert_close(ended, once(*RUN))
 
 
 @pytest.mark.slow

@@ -19,7 +19,18 @@ from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
 from framework.training.recovery import Recovery
 from tests.checkpoint.sealing import edit
-from tests.harness import Ended, after_each, around, assert_close, assert_same_bits, command, finished, note_steps, once
+from tests.harness import (
+    Ended,
+    after_each,
+    around,
+    assert_close,
+    assert_same_bits,
+    command,
+    finished,
+    note_steps,
+    once,
+    together,
+)
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, MODELS, NOT_EQUAL, layouts
 from tests.test_conformance import RUN as CONFORMANCE
 from tests.test_resume import RUN, STRATEGIES, after_step, crash, preempt, preempted
@@ -96,10 +107,6 @@ def without_step_11() -> None:
     around(Trainer, "take", take)
 
 
-def left_out(strategy: str) -> Ended:
-    return once(*LINE, *STRATEGIES[strategy], before=without_step_11)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [bad_batches(BAD), infinite_loss, infinite_gradient], ids=["inputs", "loss", "gradient"])
 @pytest.mark.parametrize("strategy", ["ddp 2", "fsdp 2"])
@@ -108,19 +115,14 @@ def test_a_skipped_step_leaves_no_trace(strategy: str, fault: Callable[[], None]
     assert ended.output.count("of step 11 is not finite") == 1
     assert ": left out (1 of 10 times)" in ended.output
     assert ended.summary["num_divergences"] == 1
-    assert_same_bits(ended, left_out(strategy))
+    assert_same_bits(ended, once(*LINE, *STRATEGIES[strategy], before=without_step_11))
 
 
 @pytest.mark.slow
 def test_skips_are_counted_through_interruptions_and_bounded(tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], SKIP, "trainer.divergence.limit=2"]
     faults = bad_batches(BAD, BAD + 16, 232)  # steps 11, 12 and 17
-
-    def plant() -> None:
-        faults()
-        after_step(13, preempt)()
-
-    assert command(*line, root=tmp_path / "runs", before=plant).code == 75
+    assert command(*line, root=tmp_path / "runs", before=together(faults, after_step(13, preempt))).code == 75
     ended = command(*line, root=tmp_path / "runs", before=faults)
     assert ended.code == 70, ended.output
     assert "of step 17 is not finite (the run has recovered 2 times, the limit in trainer.divergence.limit)" in ended.output
@@ -170,17 +172,9 @@ def test_before_the_first_checkpoint_it_goes_back_to_the_beginning(tmp_path: Pat
 def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_path: Path) -> None:
     line = [*LINE, *STRATEGIES["ddp 2"], ROLLBACK, "launch.max_restarts=0"]
     whole = finished(*line, root=tmp_path / "whole", before=bad_batches(BAD))
-
-    def plant() -> None:
-        bad_batches(BAD)()
-        after_step(number, crash)()  # 9 and 10 come before the rollback, and after it
-
-    def plant_after() -> None:
-        bad_batches(BAD)()
-        after_each(Recovery, "recover", lambda *_, **__: crash())
-
-    for fault in (plant, plant_after):
-        assert command(*line, root=tmp_path / "runs", before=fault).code == -9
+    # 9 and 10 come before the rollback, and after it
+    for fault in (after_step(number, crash), lambda: after_each(Recovery, "recover", lambda *_, **__: crash())):
+        assert command(*line, root=tmp_path / "runs", before=together(bad_batches(BAD), fault)).code == -9
         if number == 14:
             break  # the rollback is behind the newest checkpoint
     assert_same_bits(finished(*line, root=tmp_path / "runs", before=bad_batches(BAD)), whole)
@@ -208,26 +202,21 @@ TWO_RANKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    root, fault = tmp_path_factory.mktemp("one"), bad_batches(80, everywhere=True)
-    return {action: finished(*IMAGES, action, root=root / action[-4:], before=fault) for action in (SKIP, ROLLBACK)}
+BAD_EVERYWHERE = bad_batches(80, everywhere=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mesh", "action"), [(*case, (SKIP, ROLLBACK)[number % 2]) for number, case in enumerate(TWO_RANKS)]
 )
-def test_any_strategy_gets_over_it(
-    strategy: str, ranks: int, mesh: list[str], action: str, one_process: dict[str, Ended], tmp_path: Path
-) -> None:
+def test_any_strategy_gets_over_it(strategy: str, ranks: int, mesh: list[str], action: str, tmp_path: Path) -> None:
     line = [*IMAGES, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, action]
     if strategy in NOT_EQUAL:
         line += ["parallel.sync_every=2", "trainer.eval_every=4"]
-    ended = finished(*line, root=tmp_path / "runs", before=bad_batches(80, everywhere=True))
+    ended = finished(*line, root=tmp_path / "runs", before=BAD_EVERYWHERE)
     assert "of step 7 is not finite: " in ended.output
     if strategy not in NOT_EQUAL:  # which is not equal to one process, and says so
-        assert_close(ended, one_process[action])
+        assert_close(ended, once(*IMAGES, action, before=BAD_EVERYWHERE))
 
 
 @pytest.mark.slow

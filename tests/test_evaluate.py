@@ -35,6 +35,13 @@ def run() -> Ended:
     return once(*RUN)
 
 
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Another run, as it was trained: a run need not be where it was trained."""
+    kept = shutil.ignore_patterns("evaluations.jsonl", ".eval")
+    return Path(shutil.copytree(run().directory, tmp_path / "copy", ignore=kept))
+
+
 def evaluated(run: Path, *overrides: str, root: Path, **options: Any) -> dict[str, Any]:
     finished("mode=eval", f"run.dir={run}", *overrides, root=root, **options)
     return json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
@@ -120,9 +127,7 @@ def contents(run: Path) -> dict[str, str]:
     }
 
 
-def test_nothing_of_the_run_is_changed_and_the_result_is_printed(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"  # the run need not be where it was trained
-    shutil.copytree(run().directory, copy, ignore=shutil.ignore_patterns("evaluations.jsonl", ".eval"))
+def test_nothing_of_the_run_is_changed_and_the_result_is_printed(copy: Path, tmp_path: Path) -> None:
     before = contents(copy)
     ended = finished("mode=eval", f"run.dir={copy}", "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "none")
     after = contents(copy)
@@ -157,9 +162,8 @@ def delete_before_loading() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(tmp_path: Path) -> None:
-    shutil.copytree(run().directory, tmp_path / "copy")
-    gone = command("mode=eval", f"run.dir={tmp_path / 'copy'}", root=tmp_path / "none", before=delete_before_loading)
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_said_to_be_gone(copy: Path, tmp_path: Path) -> None:
+    gone = command("mode=eval", f"run.dir={copy}", root=tmp_path / "none", before=delete_before_loading)
     assert gone.code == 65
     assert "step_00000010: the active run has deleted it meanwhile: give the command again" in gone.output
 
@@ -173,7 +177,6 @@ def spoil_configuration(run: Path) -> None:
 
 
 def link_the_result_elsewhere(run: Path) -> None:
-    (run / "evaluations.jsonl").unlink(missing_ok=True)
     (run / "evaluations.jsonl").symlink_to("/dev/null")
 
 
@@ -198,10 +201,8 @@ def leave(run: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_written(
-    spoil: Callable[[Path], None], line: str, code: int, said: str, tmp_path: Path
+    spoil: Callable[[Path], None], line: str, code: int, said: str, copy: Path, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run().directory, copy, ignore=shutil.ignore_patterns(".eval"))
     spoil(copy)
     before = contents(copy)
     refused = command("mode=eval", f"run.dir={copy}", *line.split(), root=tmp_path / "none")
@@ -219,11 +220,10 @@ def test_two_evaluations_at_a_time_are_refused(tmp_path: Path) -> None:
     assert refused.code == 1 and f".eval is in use by process {os.getpid()} on " in refused.output
 
 
-def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(copy: Path, tmp_path: Path) -> None:
     best = run().summary["metrics"]["val"]["best"]["step"]
-    shutil.copytree(run().directory, tmp_path / "copy")
-    shutil.rmtree(tmp_path / "copy" / "checkpoints" / f"step_{best:08d}")
-    ended = finished("mode=eval", f"run.dir={tmp_path / 'copy'}", "run.checkpoint=best", root=tmp_path / "none")
+    shutil.rmtree(copy / "checkpoints" / f"step_{best:08d}")
+    ended = finished("mode=eval", f"run.dir={copy}", "run.checkpoint=best", root=tmp_path / "none")
     assert f"the best val/loss was at step {best}, but its checkpoint was deleted" in ended.output
 
 
@@ -234,9 +234,7 @@ def test_without_a_run_and_in_a_sweep(tmp_path: Path) -> None:
     assert swept.code == 78 and "mode: eval does nothing with a sweep (without -m)" in swept.output
 
 
-def test_a_damaged_checkpoint_is_refused_if_named_and_passed_over_if_not(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run().directory, copy)
+def test_a_damaged_checkpoint_is_refused_if_named_and_passed_over_if_not(copy: Path, tmp_path: Path) -> None:
     flip_a_bit(next((copy / "checkpoints" / "step_00000010").glob("*.safetensors")), Random(0))
     for ranks in (1, 2):
         line = ["mode=eval", f"run.dir={copy}", "parallel=ddp", f"launch.nproc_per_node={ranks}", "run.checkpoint=10"]
@@ -258,9 +256,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_stops_it_and_nothing_is_written(ranks: int, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run().directory, copy, ignore=shutil.ignore_patterns("evaluations.jsonl"))
+def test_a_signal_stops_it_and_nothing_is_written(ranks: int, copy: Path, tmp_path: Path) -> None:
     line = ["mode=eval", f"run.dir={copy}", "parallel=ddp", f"launch.nproc_per_node={ranks}"]
     stopped = command(*line, root=tmp_path / "none", before=lambda: signal_before(evaluate, "measure"))
     assert stopped.code == 75, stopped.output

@@ -1,8 +1,10 @@
 """The worked projects of examples/: each a folder of a user's own, on 1, 2 and 3 processes, killed, and as its README says."""
 
+import functools
 import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,16 +47,12 @@ def whole(name: str, how: str, folder: Path) -> Ended:
 CELLS = [(name, how) for name in EXAMPLES for how in ("ddp 3", "fsdp 2")]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    done: dict[str, Ended] = {}
+FOLDER = tempfile.TemporaryDirectory(prefix="steadfast_examples_")
 
-    def run(name: str) -> Ended:
-        if name not in done:
-            done[name] = whole(name, "one", tmp_path_factory.mktemp("alone") / name)
-        return done[name]
 
-    return run
+@functools.cache
+def alone(name: str) -> Ended:
+    return whole(name, "one", Path(FOLDER.name, name))
 
 
 def test_each_folder_is_tried() -> None:
@@ -63,9 +61,7 @@ def test_each_folder_is_tried() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "how"), sorted(CELLS, key=lambda cell: cell != ("policy_gradient", "ddp 3")))
-def test_its_rows_are_the_same_on_any_number_of_processes(
-    name: str, how: str, alone: Callable[[str], Ended], tmp_path: Path
-) -> None:
+def test_its_rows_are_the_same_on_any_number_of_processes(name: str, how: str, tmp_path: Path) -> None:
     assert_close(whole(name, how, tmp_path / name), alone(name), tolerance=TOLERANCE)
 
 

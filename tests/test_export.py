@@ -14,9 +14,9 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from framework.build import components
 from framework.config.folders import options
-from tests.harness import Ended, command, finished, once, refused
+from framework.modules.tensors import map_tensors
+from tests.harness import Ended, around, command, finished, model_of, once, refused, split_of
 from tests.test_conformance import IMAGES, MODELS, SMALL
 from tests.test_unpickling import note_unpickling
 
@@ -29,27 +29,8 @@ KINDS |= {"resnet": [*SMALL, "model=resnet"], "torchvision": [*IMAGES, "dataset.
           "airbench": [*IMAGES, "dataset.image_size=32", "model=airbench", "model.widths=[4,8]"]}  # fmt: skip
 
 
-def run(kind: str) -> Ended:
-    return once(*RUN, *KINDS[kind])
-
-
 def exported(run: Ended, *overrides: str, root: Path, **options: Any) -> Ended:
     return finished("mode=export", f"run.dir={run.directory}", *overrides, root=root, **options)
-
-
-def model_of(run: Ended) -> torch.nn.Module:
-    config = yaml.safe_load((run.directory / "config.yaml").read_text())
-    model = components.model(config["model"], seed=config["seed"])
-    model.load_state_dict(run.weights)
-    return model.eval()
-
-
-def inputs_of(run: Ended, *, num_samples: int) -> Any:
-    config = yaml.safe_load((run.directory / "config.yaml").read_text())
-    dataset = components.dataset(config["dataset"])
-    source = dataset.load("val")
-    stored = (torch.from_numpy(array) for array in source.gather(torch.arange(num_samples).numpy()))
-    return dataset.transform(*stored, keys=None)[0]
 
 
 def test_every_kind_of_model_of_ours_is_among_these() -> None:
@@ -60,7 +41,7 @@ def test_every_kind_of_model_of_ours_is_among_these() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_exported_is_the_model_that_was_evaluated(kind: str, tmp_path: Path) -> None:
-    trained = run(kind)
+    trained = once(*RUN, *KINDS[kind])
     formats = "[safetensors,pt2,onnx]" if HAS_ONNX else "[safetensors,pt2]"
     told = exported(trained, f"export.formats={formats}", root=tmp_path / "none").output
     folder = trained.directory / "export"
@@ -72,10 +53,11 @@ def test_what_is_exported_is_the_model_that_was_evaluated(kind: str, tmp_path: P
     assert all(torch.equal(weights[name], value) for name, value in trained.weights.items())  # the average's
 
     program = torch.export.load(folder / "model.pt2").module()
-    model = model_of(trained).requires_grad_(False)
+    (inputs, _), model = split_of(trained, "val"), model_of(trained).requires_grad_(False).eval()
+    model.load_state_dict(trained.weights)
     for size in (1, 5, 11):  # of no size that it was traced with
-        inputs = inputs_of(trained, num_samples=size)
-        arguments, named = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+        first = map_tensors(lambda tensor, size=size: tensor[:size], inputs)
+        arguments, named = ((), first) if isinstance(first, dict) else ((first,), {})
         expected = model(*arguments, **named)
         with torch.no_grad():
             assert_alike(program(*arguments, **named), expected, tolerance=1e-6)
@@ -100,7 +82,7 @@ def through_onnx(path: Path, values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def test_the_file_of_weights_says_what_it_is(tmp_path: Path) -> None:
-    trained = run("two inputs")
+    trained = once(*RUN, *KINDS["two inputs"])
     exported(trained, "export.formats=[safetensors]", root=tmp_path / "none")
     config = yaml.safe_load((trained.directory / "config.yaml").read_text())
     with safe_open(trained.directory / "export" / "model.safetensors", framework="pt") as file:
@@ -109,7 +91,7 @@ def test_the_file_of_weights_says_what_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_pickle_is_written_and_nothing_is_unpickled(tmp_path: Path) -> None:
-    trained = run("gpt, tied")
+    trained = once(*RUN, *KINDS["gpt, tied"])
     exported(trained, "export.formats=[pt2]", root=tmp_path / "none", before=note_unpickling(tmp_path / "found"))
     assert not (tmp_path / "found").exists(), (tmp_path / "found").read_text()
     with zipfile.ZipFile(trained.directory / "export" / "model.pt2") as archive:
@@ -135,7 +117,7 @@ def copied(run: Ended, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_program_that_computes_something_else_is_not_kept(tmp_path: Path) -> None:
-    copy = copied(run("mlp"), tmp_path)
+    copy = copied(once(*RUN, *KINDS["mlp"]), tmp_path)
     line = ["mode=export", f"run.dir={copy}", "export.formats=[pt2]"]
     refused = command(*line, root=tmp_path / "none", before=spoil_weights)
     assert refused.code == 78
@@ -144,15 +126,13 @@ def test_a_program_that_computes_something_else_is_not_kept(tmp_path: Path) -> N
 
 
 def spoil_weights() -> None:
-    original = torch.export.load
-
-    def load(*arguments: Any, **named: Any) -> Any:
-        program = original(*arguments, **named)
+    def load(plain: Any, *arguments: Any, **named: Any) -> Any:
+        program = plain(*arguments, **named)
         with torch.no_grad():
             next(iter(program.state_dict.values())).mul_(float("nan"))
         return program
 
-    torch.export.load = load
+    around(torch.export, "load", load)
 
 
 def hide_onnxruntime() -> None:
@@ -160,7 +140,7 @@ def hide_onnxruntime() -> None:
 
 
 def test_without_onnx_there_are_the_others_and_a_line(tmp_path: Path) -> None:
-    copy = copied(run("mlp"), tmp_path)
+    copy = copied(once(*RUN, *KINDS["mlp"]), tmp_path)
     told = finished("mode=export", f"run.dir={copy}", root=tmp_path / "none", before=hide_onnxruntime).output
     assert "no ONNX: it needs " in told and "onnxruntime (pip install 'steadfast[export]'" in told
     assert {path.name for path in (copy / "export").iterdir()} == {"model.safetensors", "model.pt2"}
@@ -178,4 +158,4 @@ def test_without_onnx_there_are_the_others_and_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_said(line: str, said: str) -> None:
-    assert said in refused("mode=export", f"run.dir={run('mlp').directory}", line)
+    assert said in refused("mode=export", f"run.dir={once(*RUN, *KINDS['mlp']).directory}", line)

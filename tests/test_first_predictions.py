@@ -26,21 +26,17 @@ def table(run: Ended, name: str = "first_val") -> tuple[list[dict[str, Any]], di
     return [json.loads(line) for line in Path(f"{path}.jsonl").read_text().splitlines()], load_file(f"{path}.safetensors")
 
 
-def alone() -> Ended:
-    return once(*RUN)
-
-
 def test_it_is_what_mode_predict_writes_of_the_first_samples_and_their_targets(tmp_path: Path) -> None:
-    records, tensors = table(alone())
-    finished("mode=predict", f"run.dir={alone().directory}", "predict.split=val", root=tmp_path)
-    whole, all_tensors = table(alone(), "val")
+    records, tensors = table(once(*RUN))
+    finished("mode=predict", f"run.dir={once(*RUN).directory}", "predict.split=val", root=tmp_path)
+    whole, all_tensors = table(once(*RUN), "val")
     assert len(records) == 17 < len(whole)
-    targets = components.dataset(recall(alone().directory)["dataset"]).load("val").gather(torch.arange(17).numpy())[1]
+    targets = components.dataset(recall(once(*RUN).directory)["dataset"]).load("val").gather(torch.arange(17).numpy())[1]
     for number, (one, other) in enumerate(zip(records, whole)):
         assert (one["sample"], one["class"], one["target"]) == (number, other["class"], int(targets[number]))
         assert one["probability"] == pytest.approx(other["probability"], rel=1e-12)
     assert torch.allclose(tensors["output"], all_tensors["output"][:17], rtol=0, atol=1e-12)
-    with Image.open(alone().directory / "predictions" / "first_val.png") as picture:
+    with Image.open(once(*RUN).directory / "predictions" / "first_val.png") as picture:
         assert picture.width == 17 * picture.height
 
 
@@ -50,7 +46,7 @@ def test_it_is_what_mode_predict_writes_of_the_first_samples_and_their_targets(t
 )
 def test_every_strategy_writes_the_same(strategy: str, ranks: int, mesh: list[str], tmp_path: Path) -> None:
     run = finished(*RUN, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", *mesh, root=tmp_path / "runs")
-    (records, tensors), (wanted, theirs) = table(run), table(alone())
+    (records, tensors), (wanted, theirs) = table(run), table(once(*RUN))
     assert [(row["class"], row["target"]) for row in records] == [(row["class"], row["target"]) for row in wanted]
     assert torch.allclose(tensors["output"], theirs["output"], rtol=0, atol=1e-10)
 

@@ -1,6 +1,5 @@
 """A rank that hangs is named, with the stacks of all, within the time-out and five seconds; and nothing is left behind."""
 
-import functools
 import os
 import re
 import signal
@@ -25,8 +24,9 @@ from framework.engine.engine import Engine
 from framework.launch import worker
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, before_each, begin, end, finished, wait_for, wait_for_checkpoint
+from tests.harness import Ended, assert_same_bits, before_each, begin, end, finished, once, wait_for, wait_for_checkpoint
 from tests.launch.test_local import assert_gone, leftovers
+from tests.test_preemption import members
 from tests.test_resume import RUN, STRATEGIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,16 +36,6 @@ AT = 6  # steps taken before the fault: after a checkpoint and an evaluation
 Act = Callable[[], object]
 LINES = {name: [*RUN, *options, f"launch.timeout_s={TIMEOUT_S}"] for name, options in STRATEGIES.items()}
 LINES["fsdp 3"] = [*LINES["fsdp 2"], "launch.nproc_per_node=3"]
-
-
-@functools.cache
-def uninterrupted(strategy: str, folder: Path) -> Ended:
-    return finished(*LINES[strategy], root=folder / strategy)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    return functools.partial(uninterrupted, folder=tmp_path_factory.mktemp("whole"))
 
 
 # --- what a rank can do instead of joining the others
@@ -114,13 +104,8 @@ def hang(
     process = begin(*LINES[strategy], *options, root=folder / "runs", before=lambda: where(once))
     ended = end(process, root=folder / "runs", timeout_s=60)
     elapsed_s = time.time() - float(since.read_text())
-    assert not in_group(process.pid)
+    assert not members(process.pid)
     return ended, elapsed_s
-
-
-def in_group(group: int) -> list[psutil.Process]:
-    """The living processes of a process group: a command's, its workers' and theirs."""
-    return [p for p in psutil.process_iter() if os.getpgid(p.pid) == group and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def check(ended: Ended, elapsed_s: float, *, rank: int, stacks: dict[int, str]) -> None:
@@ -161,7 +146,7 @@ HANGS = [  # where a rank acts, the phase that is named, and the function in whi
 @pytest.mark.parametrize(("strategy", "rank", "act", "where", "phase", "function", "manner"), HANGS)
 def test_a_rank_that_hangs_is_named_and_the_same_command_continues(
     strategy: str, rank: int, act: Act, where: Callable[[Act], None], phase: str, function: str, manner: str,
-    whole: Callable[[str], Ended], tmp_path: Path,
+    tmp_path: Path,
 ) -> None:  # fmt: skip
     ended, elapsed_s = hang(strategy, rank, act, where, folder=tmp_path)
     num_ranks, error = int(strategy[-1]), ended.summary["error"]
@@ -169,25 +154,25 @@ def test_a_rank_that_hangs_is_named_and_the_same_command_continues(
     assert f"rank {rank} hangs: it " in error and manner in error and f"({phase}), at {__file__}:" in error
     if where is in_training:  # no rank has gone on
         assert error.count(f"in step {AT + 1} (training), at ") == num_ranks
-    assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
+    assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), once(*LINES[strategy]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", [stop, pytest.param(sleep, marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_at_its_start_is_named(act: Act, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_rank_that_hangs_at_its_start_is_named(act: Act, tmp_path: Path) -> None:
     ended, elapsed_s = hang("ddp 2", 1, act, at_the_start, folder=tmp_path)
     assert ended.code == 71, ended.output
     assert elapsed_s < WITHIN_S
     assert ended.summary["error"].startswith("rank 1 hangs: it has not yet reported"), ended.summary["error"]
-    assert_same_bits(finished(*LINES["ddp 2"], root=tmp_path / "runs"), whole("ddp 2"))
+    assert_same_bits(finished(*LINES["ddp 2"], root=tmp_path / "runs"), once(*LINES["ddp 2"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", [loop, stop])
-def test_a_rank_that_hangs_while_it_loads_the_data_is_named(act: Act, whole: Callable[[str], Ended], tmp_path: Path) -> None:
+def test_a_rank_that_hangs_while_it_loads_the_data_is_named(act: Act, tmp_path: Path) -> None:
     ended, elapsed_s = hang("ddp 2", 0, act, in_the_data, folder=tmp_path)  # rank 0 loads for its whole node
     check(ended, elapsed_s, rank=0, stacks={0: act.__name__, 1: "train"})
-    assert_same_bits(finished(*LINES["ddp 2"], root=tmp_path / "runs"), whole("ddp 2"))
+    assert_same_bits(finished(*LINES["ddp 2"], root=tmp_path / "runs"), once(*LINES["ddp 2"]))
 
 
 def test_a_stack_is_of_where_a_process_was_stopped(tmp_path: Path) -> None:
@@ -260,13 +245,13 @@ LEFT_OUT = [
 @pytest.mark.parametrize(("strategy", "rank", "what", "options"), LEFT_OUT)
 def test_a_rank_that_leaves_out_a_collective_is_named_and_the_same_command_continues(
     strategy: str, rank: int, what: Callable[[Act], None], options: tuple[str, ...],
-    whole: Callable[[str], Ended], tmp_path: Path,
+    tmp_path: Path,
 ) -> None:  # fmt: skip
     ended, elapsed_s = hang(strategy, rank, leave_out, what, folder=tmp_path, options=options)
     check(ended, elapsed_s, rank=rank, stacks=dict.fromkeys(range(int(strategy[-1])), "fit"))
     assert ended.summary["error"].startswith(f"rank {rank} hangs: it is ahead of the others, in step ")
     if not options:
-        assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), whole(strategy))
+        assert_same_bits(finished(*LINES[strategy], root=tmp_path / "runs"), once(*LINES[strategy]))
 
 
 @pytest.mark.slow
@@ -293,7 +278,7 @@ def test_under_torchrun_a_rank_that_is_stopped_is_named_and_the_same_command_con
     check(Ended(71, output.read_text(), tmp_path / "runs"), elapsed_s - TIMEOUT_S, rank=rank, stacks={0: "fit", 1: "fit"})
     assert re.search(r"exitcode *: 71 ", output.read_text()), output.read_text()
     again = finished(*line, "launch.nproc_per_node=2", root=tmp_path / "runs")
-    assert_same_bits(again, finished(*line, "launch.nproc_per_node=2", root=tmp_path / "whole"))
+    assert_same_bits(again, once(*line, "launch.nproc_per_node=2"))
 
 
 # --- nobody waits
@@ -308,7 +293,7 @@ def test_one_process_alone_that_stands_still_is_ended_and_the_same_command_conti
     error = ended.summary["error"]
     assert error.startswith("rank 0 hangs: it waits") and f"in step {AT + 1} (training), at {__file__}:" in error
     assert "in sleep" in (ended.directory / "train.log").read_text()
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), finished(*line, root=tmp_path / "whole"))
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), once(*line))
 
 
 @pytest.mark.slow
@@ -322,7 +307,7 @@ def test_a_loader_process_that_hangs_is_named_with_its_line(tmp_path: Path) -> N
     assert f"rank 0 hangs: it waits, but not for the other ranks, at its start, at {__file__}:" in ended.summary["error"]
     log = (ended.directory / "train.log").read_text()
     assert len(re.findall(r'File ".+", line \d+ in sleep', log)) == 2, log  # the stacks of both processes
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), finished(*line, root=tmp_path / "whole"))
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), once(*line))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from framework import load
-from tests.harness import Ended, Says, assert_same_bits, command, finished, once, refused, together
+from tests.harness import Ended, Says, after_each, assert_same_bits, command, finished, once, refused, together
 from tests.test_export import copied
 from tests.test_init_from import own_conf
 from tests.test_resume import after_step, crash
@@ -75,10 +75,6 @@ def warm() -> None:
     make("hf gpt2")  # so that the commands need not import the library
 
 
-def run(kind: str) -> Ended:
-    return once(*RUN, *KINDS[kind])
-
-
 def exported(run: Ended, root: Path) -> Path:
     ended = finished(*EXPORT, f"run.dir={run.directory}", root=root)
     assert "outputs within 0 of the model's" in ended.output
@@ -100,7 +96,7 @@ def inputs_of(kind: str) -> Tensor:
 def test_from_pretrained_loads_what_was_exported(kind: str, tmp_path: Path) -> None:
     import transformers
 
-    trained = run(kind)
+    trained = once(*RUN, *KINDS[kind])
     folder = exported(trained, tmp_path / "none")
     names = {path.name for path in folder.iterdir()}
     assert {"model.safetensors", "config.json"} <= names and ("generation_config.json" in names) == (kind != "vit")
@@ -173,7 +169,7 @@ def test_the_names_of_a_base_without_a_prefix_are_refused_with_the_prefix(tmp_pa
     ],
 )
 def test_what_has_no_folder_is_refused_before_anything_is_written(kind: str, line: str, tmp_path: Path) -> None:
-    copy = copied(run(kind), tmp_path)
+    copy = copied(once(*RUN, *KINDS[kind]), tmp_path)
     given = ["mode=export", "export.formats=[safetensors,huggingface]", f"run.dir={copy}"]
     refused = command(*given, root=tmp_path / "none")
     assert refused.code == 78, refused.output
@@ -185,16 +181,13 @@ def test_a_folder_that_reads_as_something_else_is_not_kept(tmp_path: Path) -> No
     def spoil() -> None:
         import transformers
 
-        original = transformers.GPT2LMHeadModel.save_pretrained
-
-        def save(self: Any, folder: str, **options: Any) -> None:
-            original(self, folder, **options)
+        def change(_: Any, folder: str, **__: Any) -> None:
             config = json.loads((Path(folder) / "config.json").read_text())
             (Path(folder) / "config.json").write_text(json.dumps(config | {"scale_attn_weights": False}))
 
-        transformers.GPT2LMHeadModel.save_pretrained = save
+        after_each(transformers.GPT2LMHeadModel, "save_pretrained", change)
 
-    copy = copied(run("gpt2"), tmp_path)
+    copy = copied(once(*RUN, *KINDS["gpt2"]), tmp_path)
     refused = command(*EXPORT, f"run.dir={copy}", root=tmp_path / "none", before=spoil)
     assert refused.code == 78 and "export.formats: huggingface: the outputs differ from the model's by " in refused.output
     assert not list((copy / "export").iterdir())

@@ -1,17 +1,14 @@
 """Each key of the configuration with another value: it is part of the identity exactly if the run computes something else."""
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from framework.config.compose import compose_line
 from framework.config.identity import flat
 from framework.config.schema import STATIC_KEYS
-from tests.harness import Ended, finished, once
+from tests.harness import Ended, finished, is_close, once
 
 # short batches, batch statistics, dropout, augmentation and accumulation
 RUN = ["dataset=synthetic", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8", "dataset.image_size=8",
@@ -67,22 +64,10 @@ def line(change: str) -> tuple[list[str], list[str]]:
     return [*RUN, *given, *value, f"{change}={OTHERS[change]}"], [*RUN, *given]
 
 
-def results(ended: Ended) -> dict[str, Any]:
+def results(ended: Ended) -> list[Any]:
     """Return the weights, and all values of the evaluations, which a run computes."""
-    rows = [json.loads(text) for text in (ended.directory / "metrics.jsonl").read_text().splitlines()]
-    found = {f"{row['step']} {row['split']} {name}": row[name] for row in rows if row["split"] != "train"
-             for name in ("loss", "accuracy")}  # fmt: skip
-    weights = load_file(ended.directory / "model.safetensors")
-    return found | {name: (str(tensor.dtype), tensor.double().flatten().tolist()) for name, tensor in weights.items()}
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Return whether two results are equal up to the rounding of float64."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(are_equal(one[name], other[name]) for name in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    return one == other if isinstance(one, str) else math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+    rows = [[row[name] for name in ("step", "split", "loss", "accuracy")] for row in ended.rows if row["split"] != "train"]
+    return [rows, [[name, str(tensor.dtype), tensor.double().flatten().tolist()] for name, tensor in ended.weights.items()]]
 
 
 @pytest.mark.quick(len(QUICK))
@@ -91,7 +76,7 @@ def test_a_key_is_part_of_the_identity_exactly_if_the_run_computes_something_els
     one, other = line(change)
     ids = {compose_line(words).config["run"]["id"] for words in (one, other)}
     before, after = results(once(*other)), results(finished(*one, root=tmp_path))
-    assert (len(ids) == 1) == are_equal(before, after) or (change in MAY_CHANGE and len(ids) == 2)
+    assert (len(ids) == 1) == is_close(before, after, tolerance=1e-9) or (change in MAY_CHANGE and len(ids) == 2)
 
 
 def test_every_key_is_tried() -> None:

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from framework.build import components
 from framework.checkpoint.manifest import read_state
 from framework.runtime.torch_compiler import has_compiler
 from framework.training.loop import Trainer
-from tests.harness import Ended, after_each, around, assert_same_bits, command, finished, once, together
+from tests.harness import Ended, after_each, around, assert_same_bits, command, finished, once, outputs_of, together
 from tests.test_resume import after_step, preempt, preempted
 
 # 3 steps an epoch, the last of 8 samples
@@ -170,16 +168,9 @@ def test_evaluation_counts_every_sample_once(way: str, tmp_path: Path) -> None:
 
 
 def measured(run: Ended, split: str) -> dict[str, float]:
-    """Measure by hand, with torch alone, what a run's weights are worth: the whole split at once."""
-    config, weights = yaml.safe_load((run.directory / "config.yaml").read_text()), run.weights
-    module = components.model(config["model"], seed=config["seed"])
-    module.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
-    dataset = components.dataset(config["dataset"])
-    inputs, targets = dataset.load(split).gather(torch.arange(config["dataset"][f"num_{split}"]).numpy())
-    x, y = dataset.transform(torch.from_numpy(inputs), torch.from_numpy(targets), keys=None)
-    module.eval()
-    with torch.no_grad():
-        logits = module(x.to(next(module.parameters()).dtype))
+    """Measure by hand, with torch alone, what a run's weights are worth."""
+    logits, y = outputs_of(run, split)
+    assert len(y) == {"val": 23, "test": 17}[split]
     loss = torch.nn.functional.cross_entropy(logits, y).item()
     return {"loss": loss, "accuracy": (logits.argmax(1) == y).double().mean().item()}
 

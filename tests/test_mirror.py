@@ -18,10 +18,6 @@ from tests.s3_server import S3Server
 from tests.test_resume import RUN, STRATEGIES, after_step, crash
 
 
-def whole(strategy: str) -> Ended:
-    return once(*RUN, *STRATEGIES[strategy])
-
-
 def runs(store: str) -> set[str]:
     """The folders of the runs with checkpoints, without those of earlier starts."""
     found = {name.partition("/checkpoints/")[0] for name in Objects(store).listing() if "/checkpoints/" in name}
@@ -63,15 +59,15 @@ def test_a_killed_run_whose_directory_is_lost_ends_with_the_same_bits(more: list
     shutil.rmtree(tmp_path / "runs")
     ended = finished(*line, root=tmp_path / "runs")
     assert "fetched step_00000008 from s3://" in ended.output
-    assert_same_bits(ended, whole(strategy))
-    assert ended.directory.name == whole(strategy).directory.name, "run.mirror is not part of the id"
+    assert_same_bits(ended, once(*RUN, *STRATEGIES[strategy]))
+    assert ended.directory.name == once(*RUN, *STRATEGIES[strategy]).directory.name, "run.mirror is not part of the id"
     here = sorted(path.name for path in (ended.directory / "checkpoints").iterdir())
     assert sorted(committed(mirror(store).listing())) == here
 
     shutil.rmtree(tmp_path / "runs")
     again = finished(*line, root=tmp_path / "runs")
     assert "finished already, at step 21" in again.output
-    assert_same_bits(again, whole(strategy))
+    assert_same_bits(again, once(*RUN, *STRATEGIES[strategy]))
 
 
 @pytest.mark.slow
@@ -86,7 +82,7 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over(store: str, tmp_path: 
     shutil.rmtree(tmp_path / "runs")
     ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "runs")
     assert "does not match its checksum; skipping it" in ended.output and "fetched step_00000004" in ended.output
-    assert_same_bits(ended, whole("single"))
+    assert_same_bits(ended, once(*RUN))
 
     for step in (20, 21):
         objects.write(f"checkpoints/step_000000{step}/shard-00001.safetensors", b"{}")
@@ -112,7 +108,7 @@ def test_training_goes_on_while_the_store_refuses(server: S3Server, store: str, 
 
     ended = finished(*RUN, f"run.mirror={store}", root=tmp_path / "runs", before=plant)
     assert "cannot be" in ended.output
-    assert_same_bits(ended, whole("single"))
+    assert_same_bits(ended, once(*RUN))
     assert steps(store) == [21, 20]
 
 
@@ -125,7 +121,7 @@ def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(server: 
     line = [*RUN, f"run.mirror={store}"]
     ended = command(*line, root=tmp_path / "runs", before=plant)
     assert ended.code == 74 and "lacks checkpoints/step_00000021, checkpoints/step_00000020" in ended.output, ended.output
-    assert_same_bits(ended, whole("single"))
+    assert_same_bits(ended, once(*RUN))
     refused = command(*line, root=tmp_path / "runs")
     assert refused.code == 74 and "finished already" in refused.output and "run.mirror: " in refused.output, refused.output
     server.accept()
@@ -134,7 +130,7 @@ def test_what_is_missing_at_the_end_is_said_and_put_by_the_same_command(server: 
     assert "finished already" in again.output
     assert steps(store) == [21, 20]
     shutil.rmtree(tmp_path / "runs")
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), whole("single"))
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), once(*RUN))
 
 
 @pytest.mark.parametrize("place", ["a bucket that is not there", "no key"])
@@ -162,7 +158,7 @@ def test_starting_over_leaves_the_earlier_run_aside(store: str, tmp_path: Path) 
     shutil.rmtree(tmp_path / "runs")
     ended = finished(*line, root=tmp_path / "runs")
     assert "fetched step_00000004" in ended.output
-    assert_same_bits(ended, whole("single"))
+    assert_same_bits(ended, once(*RUN))
 
 
 @pytest.mark.slow
@@ -173,14 +169,14 @@ def test_an_older_directory_is_brought_up_to_date_and_a_newer_one_is_not(store: 
     shutil.copytree(tmp_path / "runs", tmp_path / "newer")
     older = finished(*RUN, f"run.mirror={store}", root=tmp_path / "older")
     assert "fetched step_00000012" in older.output
-    assert_same_bits(older, whole("single"))
+    assert_same_bits(older, once(*RUN))
     objects = mirror(store)
     for name in committed(objects.listing()):  # as if the later ones had never come there
         objects.remove(f"checkpoints/{name}/manifest.json")
     objects.write("summary.json", (tmp_path / "newer").joinpath("default", older.directory.name, "summary.json").read_bytes())
     newer = finished(*RUN, f"run.mirror={store}", root=tmp_path / "newer")
     assert "fetched" not in newer.output and "continuing from" in newer.output
-    assert_same_bits(newer, whole("single"))
+    assert_same_bits(newer, once(*RUN))
     assert steps(store) == [21, 20]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from framework.distributed import groups
-from tests.harness import Ended, assert_close, command, finished, once, refused
+from tests.harness import assert_close, command, finished, once, refused
 from tests.parallel.test_model_parallel import on_emulated
 from tests.test_conformance import CASES, CONTEXTS, FOR_EXPERTS, RUN, SMALL, name
 
@@ -24,10 +24,6 @@ TAKES_NONE = {  # what a strategy asks and a model does not have
 
 def odd(model: str) -> list[str]:
     return [*LINE, f"model._target_=tests.odd_models.{model}"]
-
-
-def one(model: str) -> Ended:
-    return once(*odd(model))
 
 
 def refusal(strategy: str, model: str) -> str | None:
@@ -61,21 +57,21 @@ def test_it_computes_what_one_process_does_or_is_refused(model: str, case: tuple
     line = [*odd(model), f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
     expected = refusal(strategy, model)
     if expected is None:
-        assert_close(finished(*line, root=tmp_path / "runs"), one(model))
+        assert_close(finished(*line, root=tmp_path / "runs"), once(*odd(model)))
         return
     assert expected in refused(
         *line, f"rehearse={str('does not use' in expected).lower()}"
     )  # the rehearsal's first step shows it
     if model == "Unused" and "find_unused" in expected:
         line.append("parallel.find_unused_parameters=true")
-        assert_close(finished(*line, root=tmp_path / "used"), one(model))
+        assert_close(finished(*line, root=tmp_path / "used"), once(*odd(model)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
 def test_a_weight_that_stages_share_takes_no_buffers_with_it(schedule: str, tmp_path: Path) -> None:
     line = [*odd("Chained"), "parallel=pipeline", f"parallel.schedule={schedule}", "launch.nproc_per_node=2"]
-    assert_close(finished(*line, root=tmp_path / "runs"), one("Chained"))
+    assert_close(finished(*line, root=tmp_path / "runs"), once(*odd("Chained")))
 
 
 @pytest.mark.quick(1)
@@ -106,4 +102,4 @@ def test_the_code_of_stages_and_losses_makes_its_own_tensors(tmp_path: Path) -> 
 def test_its_layers_may_lie_on_two_devices(model: str, tmp_path: Path) -> None:
     before = on_emulated(2)
     run = finished(*odd(model), "parallel=model-parallel", root=tmp_path / "runs", before=before)
-    assert_close(run, one(model))
+    assert_close(run, once(*odd(model)))

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.checkpoint.manifest import read_state
 from framework.config.folders import options
@@ -26,7 +24,7 @@ from framework.optim.precision import PRECISIONS, LossScale
 from framework.optim.update import AveragedWeights, Update
 from framework.runtime.exits import Diverged
 from framework.training.loop import Trainer
-from tests.harness import Ended, around, assert_close, assert_same_bits, before_each, command, finished, once
+from tests.harness import Counting, Ended, around, assert_close, assert_same_bits, before_each, command, finished, once
 from tests.test_resume import after_step, preempt, preempted
 
 # --- optimizers under strategies, in float64; matrices of odd sizes, so that no shard is even
@@ -47,10 +45,6 @@ OPTIMIZERS = {
 SHARDED = ["parallel=fsdp", "launch.nproc_per_node=2"]
 
 
-def alone(optimizer: str) -> Ended:
-    return once(*RUN, *OPTIMIZERS[optimizer])
-
-
 def test_every_optimizer_is_tested_here() -> None:
     assert sorted(OPTIMIZERS) == sorted(options("optimizer"))
 
@@ -62,14 +56,14 @@ def test_every_optimizer_is_tested_here() -> None:
 )
 def test_an_optimizer_takes_the_same_steps_on_shards(optimizer: str, strategy: str, ranks: int, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer], f"parallel={strategy}", f"launch.nproc_per_node={ranks}"]
-    assert_close(finished(*line, root=tmp_path / "runs"), alone(optimizer))
+    assert_close(finished(*line, root=tmp_path / "runs"), once(*RUN, *OPTIMIZERS[optimizer]))
 
 
 @pytest.mark.slow
 def test_an_optimizer_continues_from_shards_on_one_process(tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS["muon"]]
     begun = preempted(*line, *SHARDED, at=5, root=tmp_path / "first")
-    assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), alone("muon"))
+    assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), once(*RUN, *OPTIMIZERS["muon"]))
 
 
 # --- parameter groups
@@ -109,25 +103,19 @@ def test_vectors_are_not_decayed(make: Callable[..., torch.optim.Optimizer]) -> 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_takes_torchs_steps_in_one_pass(nesterov: bool) -> None:
-    ours, theirs, counts = model(), model(), Counter[str]()
+    ours, theirs, counting = model(), model(), Counting()
     theirs.load_state_dict(ours.state_dict())
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counts[func.overloadpacket.__name__] += 1
-            return func(*args, **kwargs or {})
-
     optimizer = sgd(trained(ours), lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.0)
     other = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
     for _ in range(4):
         for one, two in zip(ours.parameters(), theirs.parameters()):
             one.grad = two.grad = torch.randn(one.shape)
-        with Count():
+        with counting:
             optimizer.step()
         other.step()
     for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
-    assert counts["_fused_sgd_"] == 4 and not counts["add_"]
+    assert counting.calls["_fused_sgd_"] == 4 and not counting.calls["add_"]
 
 
 def test_muon_orthogonalises_matrices_between_the_first_and_the_last() -> None:

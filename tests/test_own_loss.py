@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.data.order import Order
+from tests import zoo
 from tests.harness import assert_close, assert_same_bits, command, exact_rows, finished, once, refused
+from tests.zoo import hf
 
 
 def samples() -> list[dict[str, Tensor]]:
@@ -25,26 +27,9 @@ def samples() -> list[dict[str, Tensor]]:
     return found
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel  # late: each worker of pytest-xdist collects this file
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=17, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0,
-        )
-    )  # fmt: skip
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=17, max_position_embeddings=12, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
+NO_DROPOUT = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+gpt2 = hf("GPT2", "LMHeadModel", **zoo.GPT2 | NO_DROPOUT | {"vocab_size": 17, "bos_token_id": 0, "eos_token_id": 0})
+bert = hf("Bert", "ForMaskedLM", **zoo.LM | {"vocab_size": 17}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
 
 
 class Detector(nn.Module):

@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from framework.build import components
 from framework.checkpoint.manifest import step_of
 from framework.data.order import Order
 from framework.engine.seam import Step
 from framework.parts.batch_warmup import BatchWarmup
 from framework.parts.swa import SWA
 from framework.training.parts import LoopParts
-from tests.harness import Says, assert_close, assert_same_bits, checked, command, exact_rows, finished, once, refused
+from tests.harness import Says, assert_close, assert_same_bits, command, exact_rows, finished, model_of, once, refused
 from tests.test_conformance import MODELS, RUN
 from tests.test_resume import after_step, assert_survives_a_kill, crash, preempt
 
@@ -80,7 +79,7 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_weights(tmp_path: Path) 
     assert mean == pytest.approx((values[3] + values[5] + values[7]) / 3)
     line = [*GPT, "part=swa", "part.swa.start=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
     ended = finished(*line, root=tmp_path / "runs")
-    weights: dict[str, list] = {}
+    first, weights = model_of(ended).double().state_dict(), dict[str, list[Any]]()
     for folder in sorted((ended.directory / "checkpoints").iterdir()):
         for file in folder.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
@@ -89,14 +88,9 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_weights(tmp_path: Path) 
                         weights.setdefault(key.removeprefix("model/"), []).append(tensors.get_tensor(key))
     with safe_open(ended.directory / "model.safetensors", framework="pt") as final:
         for key, steps in weights.items():
-            start = checked_weights(line)[key]
+            start = first[key]
             expected = (start + sum(steps)) / (1 + len(steps))
             assert (final.get_tensor(key) - expected).abs().max() < 1e-12, key
-
-
-def checked_weights(line: list[str]) -> dict:
-    config = checked(*line)
-    return dict(components.model(config.model, seed=config.seed).double().state_dict())
 
 
 def test_batches_grow_and_the_epochs_have_every_sample_once() -> None:

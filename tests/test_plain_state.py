@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
-from tests.harness import Ended, assert_close, assert_same_bits, command, finished, refused
+from tests.harness import assert_close, assert_same_bits, command, finished, once, refused
+from tests.test_evaluate import evaluated, measured
 from tests.test_resume import after_step, assert_survives_a_kill, crash, preempted
 
 RUN = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
@@ -54,10 +55,9 @@ CHANGES = [("single", "fsdp 2"), ("fsdp 2", "pipeline 2"), ("pipeline 2", "ddp 2
 @pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_it_goes_on_under_another_strategy(optimizer: str, first: str, second: str, tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS[optimizer]]
-    whole = finished(*line, root=tmp_path / "whole")
     begun = preempted(*line, *STRATEGIES[first], at=4, root=tmp_path / "begun")
     ended = finished(*line, *STRATEGIES[second], f"run.resume={begun.directory}", root=tmp_path / "ended")
-    assert_close(ended, whole)
+    assert_close(ended, once(*line))
 
 
 @pytest.mark.slow
@@ -73,12 +73,8 @@ def test_evaluations_change_nothing_of_an_optimizer_that_averages(tmp_path: Path
 def test_a_checkpoint_is_evaluated_as_training_does(tmp_path: Path) -> None:
     line = [*RUN, *OPTIMIZERS["schedule-free"], "trainer.max_steps=8", "checkpoint.keep_last=9"]
     ended = finished(*line, "checkpoint.every=4", root=tmp_path / "runs")
-    again = finished(
-        "mode=eval", f"run.dir={ended.directory}", "eval.split=val", "run.checkpoint=4", root=tmp_path / "evaluations"
-    )
-    (row,) = [json.loads(text) for text in (ended.directory / "evaluations.jsonl").read_text().splitlines()]
-    (expected,) = [row for row in ended.rows if row["split"] == "val" and row["step"] == 4]
-    assert row["loss"] == pytest.approx(expected["loss"], abs=1e-12) and again.code == 0
+    row = evaluated(ended.directory, "eval.split=val", "run.checkpoint=4", root=tmp_path / "evaluations")
+    assert row["loss"] == pytest.approx(measured(ended, step=4, split="val")["loss"], abs=1e-12)
 
 
 @pytest.mark.slow
@@ -88,12 +84,8 @@ def test_the_extra_state_of_modules_is_saved_and_given_back(tmp_path: Path) -> N
     assert command(*line, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
     cut = finished(*line, root=tmp_path / "cut")
     assert_same_bits(cut, whole)
-    finished("mode=eval", f"run.dir={cut.directory}", "run.checkpoint=final", root=tmp_path / "evaluations")
-    assert loss_of(cut) == pytest.approx(whole.summary["metrics"]["test"]["last"]["loss"], abs=1e-12)
-
-
-def loss_of(run: Ended) -> Any:
-    return json.loads((run.directory / "evaluations.jsonl").read_text().splitlines()[-1])["loss"]
+    row = evaluated(cut.directory, "run.checkpoint=final", root=tmp_path / "evaluations")
+    assert row["loss"] == pytest.approx(whole.summary["metrics"]["test"]["last"]["loss"], abs=1e-12)
 
 
 # --- the values

@@ -21,7 +21,7 @@ from framework.config.frozen_file import recall
 from framework.data.source import decode_image
 from framework.modes import predict
 from framework.tasks.classification import Classification
-from tests.harness import Ended, Says, command, finished, once, refused, signal_before
+from tests.harness import Ended, Says, command, finished, once, refused, signal_before, split_of
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, layouts
 from tests.test_evaluate import RUN as TOKENS
 
@@ -62,10 +62,7 @@ def predicted(run: Path, *overrides: str, root: Path, name: str = "test") -> tup
 
 def expected(run: Ended, split: str, *, checkpoint: int | str = "final") -> Tensor:
     """Return the model's outputs on the split, as plain PyTorch computes them."""
-    dataset = components.dataset(recall(run.directory)["dataset"])
-    source = dataset.load(split)
-    stored = map(torch.from_numpy, source.gather(np.arange(len(source))))
-    inputs, _ = dataset.transform(*stored, keys=None)
+    inputs, _ = split_of(run, split)
     model = load(run.directory, checkpoint=checkpoint).double()
     with torch.no_grad():
         return model(inputs.double() if inputs.is_floating_point() else inputs)

@@ -24,7 +24,6 @@ from framework.runtime.environment import Environment
 from framework.runtime.preemption import PREEMPTION
 from framework.training.loop import Trainer
 from tests.harness import (
-    Ended,
     after_each,
     assert_close,
     assert_same_bits,
@@ -193,10 +192,6 @@ def test_between_rows_a_signal_is_heard_within_a_second(tmp_path: Path) -> None:
     assert 110 < ended.summary["step"] < 110 + 5 + 3
 
 
-def undisturbed(strategy: str) -> Ended:
-    return once(*LINE, *STRATEGIES[strategy])
-
-
 def members(group: int) -> list[int]:
     """Return the living processes of a process group."""
     found = []
@@ -222,7 +217,7 @@ def test_a_signal_at_any_moment_stops_every_rank_and_the_same_command_continues(
     strategy: str, more: list[str], case: tuple[str, str, int], tmp_path: Path
 ) -> None:
     moment, victim, signum = case
-    line, root, whole = [*LINE, *STRATEGIES[strategy], *more], tmp_path / "runs", undisturbed(strategy)
+    line, root, whole = [*LINE, *STRATEGIES[strategy], *more], tmp_path / "runs", once(*LINE, *STRATEGIES[strategy])
     process = begin(*line, root=root, before=lambda: plant(moment, victim, signum))
     stopped = end(process, root=root)
     assert stopped.code == 75, stopped.output
@@ -301,4 +296,4 @@ def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path: Path) -> N
         once_at(*MOMENTS["training"], lambda: os.killpg(0, signal.SIGHUP))
 
     line = [*LINE, *STRATEGIES["ddp 2"]]
-    assert_same_bits(finished(*line, root=tmp_path / "runs", before=plant), undisturbed("ddp 2"))
+    assert_same_bits(finished(*line, root=tmp_path / "runs", before=plant), once(*LINE, *STRATEGIES["ddp 2"]))

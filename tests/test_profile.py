@@ -15,10 +15,6 @@ LINE = [*SMALL, "model=cnn", "model.channels=[4,8,8]", "global_batch_size=14", "
 PROFILE = "trainer.profile=true"
 
 
-def plain() -> Ended:
-    return once(*LINE)
-
-
 def traces(ended: Ended) -> list[str]:
     return sorted(path.name for path in ended.directory.glob("profile/*"))
 
@@ -34,8 +30,8 @@ def test_the_trace_of_three_steps_has_the_models_operations_of_which_five_are_sa
     names = operations(run, "step_00000004_rank_0.json")
     assert {"aten::conv2d", "aten::linear", "aten::convolution_backward", "aten::_fused_adamw_"} <= set(names)
     assert names.count("aten::linear") == 3 * 2  # steps of two micro-batches; the fifth step, which ends the epoch, has two too
-    assert run.directory.name == plain().directory.name  # it is the same run
-    assert_same_bits(run, plain())
+    assert run.directory.name == once(*LINE).directory.name  # it is the same run
+    assert_same_bits(run, once(*LINE))
     lines = run.output.splitlines()
     (at,) = [number for number, line in enumerate(lines) if "the 5 most expensive operations" in line]
     told = [line.split() for line in lines[at + 1 : at + 6]]
@@ -63,7 +59,7 @@ def test_a_run_that_is_continued_is_recorded_again(tmp_path: Path) -> None:
     assert "trainer.profile: nothing is recorded, because the recording starts with step 4 of the process" in stopped.output
     run = finished(*LINE, PROFILE, root=tmp_path / "runs")
     assert traces(run) == ["step_00000007_rank_0.json"]
-    assert_same_bits(run, plain())
+    assert_same_bits(run, once(*LINE))
 
 
 @pytest.mark.slow

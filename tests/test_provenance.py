@@ -65,6 +65,10 @@ def edit(folder: Path, old: str, new: str, *, file: str = "net.py") -> None:
 stop_after_3 = after_step(3, preempt)
 
 
+def assert_refused(ended: Ended, said: str) -> None:
+    assert ended.code == 78 and ended.output == Says(said), ended.output
+
+
 def record(ended: Ended) -> dict[str, Any]:
     return json.loads((ended.directory / "provenance.json").read_text())
 
@@ -73,9 +77,7 @@ def record(ended: Ended) -> dict[str, Any]:
 def test_a_finished_run_with_other_code_is_not_finished(folder: Path) -> None:
     assert run(folder).code == 0
     edit(folder, "torch.tanh", "torch.relu")
-    refused = run(folder)
-    assert refused.code == 78
-    assert refused.output == Says("run.code: ... net.py: Net.forward ... run.resume=never ... run.code=accept ...")
+    assert_refused(run(folder), "run.code: ... net.py: Net.forward ... run.resume=never ... run.code=accept ...")
     accepted = run(folder, "run.code=accept")
     assert accepted.code == 0 and "finished already" in accepted.output
     assert record(accepted)["starts"][-1]["accepted"] == ["net.py: Net.forward"]
@@ -90,9 +92,7 @@ def test_a_run_does_not_go_on_with_other_code_unless_it_is_accepted_and_recorded
     begun = run(folder, "trainer.max_steps=6", before=stop_after_3)
     assert begun.code == 75, begun.output
     edit(folder, "return 12", "return 6 * 2", file="helpers.py")
-    refused = run(folder)
-    assert refused.code == 78
-    assert refused.output == Says("run.code: ... helpers.py: width ...")
+    assert_refused(run(folder), "run.code: ... helpers.py: width ...")
     ended = run(folder, "run.code=accept")
     assert ended.code == 0 and "continuing from" in ended.output
     starts = record(ended)["starts"]
@@ -132,9 +132,7 @@ def test_a_sweep_shows_the_runs_that_other_code_began_and_starts_none(folder: Pa
     before = sorted(folder.glob("runs/*/*"))
     plan = run(folder, "mode=plan", *sweep)
     assert [line.split()[1] for line in plan.output.splitlines()[:2]] == ["stale", "missing"]
-    refused = run(folder, *sweep)
-    assert refused.code == 78
-    assert refused.output == Says("run.code: 1 of 2 runs ... net.py: Net.forward ... run.code=accept ...")
+    assert_refused(run(folder, *sweep), "run.code: 1 of 2 runs ... net.py: Net.forward ... run.code=accept ...")
     assert sorted(folder.glob("runs/*/*")) == before
     assert run(folder, *sweep, "run.code=accept").code == 0
     states = [line.split()[1] for line in run(folder, "mode=plan", *sweep).output.splitlines()[:2]]
@@ -167,9 +165,10 @@ def test_code_that_was_edited_after_its_import_is_not_run_under_the_new_code_s_n
 
     assert run(folder, before=import_and_edit("net.py", '"""A model."""|"""A comment."""')).code == 0
     for file, new, named in (("net.py", "tanh|relu", "net.py: Net.forward"), ("helpers.py", "12|16", "helpers.py: width")):
-        refused = run(folder, "seed=1", before=import_and_edit(file, new))
-        assert refused.code == 78
-        assert refused.output == Says(f"run.code: {named} ... imported ... new process ... reload")
+        assert_refused(
+            run(folder, "seed=1", before=import_and_edit(file, new)),
+            f"run.code: {named} ... imported ... new process ... reload",
+        )
 
 
 @pytest.mark.slow
@@ -382,9 +381,7 @@ def test_a_plug_in_that_is_new_is_other_code(folder: Path) -> None:
     registry(folder)
     assert run(folder, before=stop_after_3).code == 75
     (folder / "acts" / "extra.py").write_text("def act(x):\n    return x\n")
-    refused = run(folder)
-    assert refused.code == 78
-    assert refused.output == Says("[rank 0] ERROR: run.code: ... acts/extra.py is new ... run.code=accept ...")
+    assert_refused(run(folder), "[rank 0] ERROR: run.code: ... acts/extra.py is new ... run.code=accept ...")
     ended = run(folder, "run.code=accept")
     assert ended.code == 0 and "continuing from" in ended.output
     (accepted,) = record(ended)["starts"][-1]["accepted"]

@@ -418,8 +418,7 @@ def test_a_run_within_a_run_is_a_part_of_it(tmp_path: Path) -> None:
     assert find_runs(tmp_path) == [tmp_path / "a"]
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_without_a_run_there_is_a_line_and_no_page(exists: bool, tmp_path: Path) -> None:
+def test_without_a_run_there_is_a_line_and_no_page(tmp_path: Path) -> None:
     root = tmp_path / "runs" / "none"
     ended = command("mode=report", root=root)
     assert ended.code == 78

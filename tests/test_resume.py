@@ -32,10 +32,6 @@ STRATEGIES = {
 CUTS = [3, 6, 7, 8]
 
 
-def uninterrupted(strategy: str) -> Ended:
-    return once(*RUN, *STRATEGIES[strategy])
-
-
 def after_step(number: int, act: Callable[[], None]) -> Callable[[], None]:
     """Return what makes every rank of a command `act` at the end of that optimizer step."""
 
@@ -84,7 +80,7 @@ def test_preempted_twice_in_a_row_it_ends_with_the_same_bits(strategy: str, cut:
     for step in (cut, cut + 2):
         stopped = preempted(*line, at=step, root=tmp_path / "runs")
         assert stopped.summary["status"] == "preempted"
-    assert_same_bits(finished(*line, root=tmp_path / "runs"), uninterrupted(strategy))
+    assert_same_bits(finished(*line, root=tmp_path / "runs"), once(*RUN, *STRATEGIES[strategy]))
 
 
 @pytest.mark.slow
@@ -94,7 +90,7 @@ def test_killed_between_checkpoints_it_ends_with_the_same_bits(strategy: str, cu
     killed = command(*line, root=tmp_path / "runs", before=after_step(cut, crash))
     assert killed.code == -signal.SIGKILL
     ended = finished(*line, root=tmp_path / "runs")
-    assert_same_bits(ended, uninterrupted(strategy))
+    assert_same_bits(ended, once(*RUN, *STRATEGIES[strategy]))
     assert ended.summary["restarts"] == 1
 
 
@@ -103,16 +99,11 @@ def test_killed_between_checkpoints_it_ends_with_the_same_bits(strategy: str, cu
 ACROSS = [*RUN, "precision=fp64", "micro_batch_size=4", "checkpoint.every=null"]
 
 
-@pytest.fixture
-def across() -> Ended:
-    return once(*ACROSS)
-
-
 # --- from another run, and from records that somebody has damaged
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_with_another_has_its_own_test_row_alone(across: Ended, tmp_path: Path) -> None:
+def test_a_run_that_begins_with_another_has_its_own_test_row_alone(tmp_path: Path) -> None:
     shorter = finished(*ACROSS, "trainer.max_epochs=1", root=tmp_path / "first")
     longer = finished(*ACROSS, "trainer.max_epochs=2", f"run.resume={shorter.directory}", root=tmp_path / "second")
     assert [(row["step"], row["split"]) for row in longer.rows if row["split"] == "test"] == [(14, "test")]
@@ -158,8 +149,8 @@ def test_what_is_best_and_when_to_stop_follow_from_the_runs_own_settings(tmp_pat
     assert second.summary["began"] >= ended_at and second.summary["wall_s"] < time.time() - ended_at
 
 
-def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(across: Ended, tmp_path: Path) -> None:
-    line = [*ACROSS, "trainer.max_epochs=3", "name=other", f"run.resume={across.directory}"]
+def test_a_checkpoint_that_leaves_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    line = [*ACROSS, "trainer.max_epochs=3", "name=other", f"run.resume={once(*ACROSS).directory}"]
     refused = command(*line, root=tmp_path / "second")
     assert refused.code == 65
     assert "leaves nothing to train: it has taken 21 steps, and this run ends after 21" in refused.output
@@ -172,4 +163,4 @@ def test_a_finished_run_whose_weights_are_cut_short_writes_them_again(tmp_path: 
     ended = finished(*RUN, root=tmp_path / "runs")
     with open(ended.directory / "model.safetensors", "r+b") as file:
         file.truncate(1000)
-    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), uninterrupted("single"))
+    assert_same_bits(finished(*RUN, root=tmp_path / "runs"), once(*RUN))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor, nn
 
-from tests.harness import Ended, Says, assert_close, finished, refused
+from tests.harness import Says, assert_close, finished, once, refused
 from tests.test_conformance import SMALL
 
 # batches of 14 and one of 10: shares of 5, 5 and 4; of a batch of 2, one rank of three has nothing
@@ -15,13 +15,11 @@ RUN = [*SMALL, "precision=fp64", "model=cnn", "model.channels=[4,8]", "model.nor
 SYNC = "trainer.sync_batchnorm=true"
 
 
-@pytest.fixture(scope="session", params=[14, 2])
-def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Ended]:
-    line = [*RUN, f"global_batch_size={request.param}"]
-    return line, finished(*line, root=tmp_path_factory.mktemp("one") / "runs")
+SIZES = pytest.mark.parametrize("size", [14, 2])
 
 
 @pytest.mark.quick(1)
+@SIZES
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -30,12 +28,10 @@ def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("ddp", 2), ("fsdp", 3), ("zero", 3), ("hsdp", 4), ("parameter-server", 3)]),
     ],
 )  # fmt: skip
-def test_synchronised_statistics_are_those_of_the_whole_batch(
-    strategy: str, ranks: int, one_process: tuple[list[str], Ended], tmp_path: Path
-) -> None:
-    line, alone = one_process
+def test_synchronised_statistics_are_those_of_the_whole_batch(strategy: str, ranks: int, size: int, tmp_path: Path) -> None:
+    line = [*RUN, f"global_batch_size={size}"]
     run = finished(*line, SYNC, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs")
-    assert_close(run, alone)
+    assert_close(run, once(*line))
     assert "depend on the number of processes" not in run.output
 
 
@@ -80,8 +76,9 @@ class OwnNet(nn.Sequential):
 
 
 @pytest.mark.quick(1)
-def test_without_it_they_are_not(one_process: tuple[list[str], Ended], tmp_path: Path) -> None:
-    line, alone = one_process
+@SIZES
+def test_without_it_they_are_not(size: int, tmp_path: Path) -> None:
+    line = [*RUN, f"global_batch_size={size}"]
     run = finished(*line, "parallel=ddp", "launch.nproc_per_node=2", root=tmp_path / "runs")
     with pytest.raises(AssertionError):
-        assert_close(run, alone)
+        assert_close(run, once(*line))

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from framework.distributed.agreement import Agreement
 from framework.engine.seam import MicroBatch
 from framework.runtime.exits import Unfit
 from framework.tasks.classification import Classification
 from framework.training.metrics import Metrics
-from tests.harness import Ended, Says, checked, finished, once, refused
+from tests.harness import Ended, Says, checked, finished, once, outputs_of, refused
 from tests.test_evaluate import evaluated
 
 CLASSES = 5
@@ -110,7 +110,7 @@ def test_states_of_every_kind_are_those_of_one_process(tmp_path: Path) -> None:
 def test_they_are_what_the_library_computes_of_all_samples_at_once() -> None:
     from torchmetrics.functional import auroc, f1_score
 
-    outputs, targets = outputs_of(one())
+    outputs, targets = outputs_of(one(), "test")
     row = columns(one())[-1]
     assert row["auroc"] == pytest.approx(float(auroc(outputs, targets, task="multiclass", num_classes=CLASSES)), rel=1e-9)
     f1 = f1_score(outputs, targets, task="multiclass", num_classes=CLASSES, average="none")
@@ -118,19 +118,6 @@ def test_they_are_what_the_library_computes_of_all_samples_at_once() -> None:
     counts = torch.tensor(row["confusion_matrix"])
     assert counts.shape == (CLASSES, CLASSES)
     assert counts.sum(1).tolist() == torch.bincount(targets, minlength=CLASSES).tolist()
-
-
-def outputs_of(run: Ended) -> tuple[Tensor, Tensor]:
-    """Return what the run's model gives for its test split, and the targets."""
-    from framework import load
-    from framework.build import components
-
-    dataset = components.dataset(checked(*RUN).dataset)
-    source = dataset.load("test")
-    inputs, targets = dataset.transform(*map(torch.from_numpy, source.gather(range(len(source)))), keys=None)
-    model = load(run.directory)
-    with torch.no_grad():
-        return model(inputs.to(torch.float64)), targets
 
 
 def test_only_the_file_has_lists_of_numbers() -> None:

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors import safe_open
 from torch import nn
 
-from framework.build import components
 from framework.modules.structure import freeze_parameters
 from framework.optim.optimizers import adamw, hidden_matrices, muon, trainable
 from framework.optim.update import ClipValues
 from framework.training.loop import Trainer
-from tests.harness import Ended, after_each, assert_close, exact_rows, finished, once
+from tests.harness import Ended, after_each, assert_close, exact_rows, finished, model_of, once
 from tests.test_bitwise import digest
 from tests.test_conformance import CASES, FOR_EXPERTS, MODELS, RUN, SMALL, name
 from tests.test_resume import assert_survives_a_kill
@@ -37,15 +35,6 @@ STRATEGIES = [
 ]
 STRATEGIES += [("tensor", 2, ["parallel.sequence=true"]), ("fsdp+tp", 4, ["parallel.shard=2", "parallel.tensor=2", "parallel.sequence=true"]),
                ("pipeline", 2, ["parallel.schedule=zero-bubble"]), ("fsdp", 3, []), ("zero", 3, []), ("hsdp", 4, ["parallel.replicate=2", "parallel.shard=2"])]  # fmt: skip
-
-
-def model_of(ended: Ended) -> nn.Module:
-    config = yaml.safe_load((ended.directory / "config.yaml").read_text())
-    return components.model(config["model"], seed=config["seed"])
-
-
-def one(line: str) -> Ended:
-    return once(*LINES[line], before=without_gradients)
 
 
 def without_gradients() -> None:
@@ -72,7 +61,7 @@ def crossed() -> Iterator[Any]:
 def test_ranks_compute_what_one_process_does(strategy: str, ranks: int, mesh: list[str], line: str, tmp_path: Path) -> None:
     parallel = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
     run = finished(*LINES[line], *parallel, root=tmp_path / "runs", before=without_gradients)
-    assert_close(run, one(line))
+    assert_close(run, once(*LINES[line], before=without_gradients))
     if "frozen" in line:
         assert_frozen(run)
 

@@ -12,22 +12,18 @@ from safetensors import safe_open
 
 from extras.parts.loss_spikes import LossSpikes
 from framework.build import components
-from framework.config.folders import options
 from framework.data.order import Order
 from framework.engine.sums import means, over_turns
 from framework.randomness import key
 from framework.runtime.exits import Diverged
-from tests.harness import Says, assert_close, checked, command, finished, once, refused
-from tests.test_conformance import FOR_EXPERTS, NOT_EQUAL, RUN, SMALL, layouts, name
+from tests import test_any_training
+from tests.harness import Says, assert_close, assert_computes_or_is_refused, checked, finished, once, refused
+from tests.test_conformance import RUN, SMALL, name
 from tests.test_evaluate import evaluated, measured
 from tests.test_resume import assert_survives_a_kill, killed_and_continued
 from tests.trainings import Gan
 
-STRATEGIES = [
-    (strategy, *layouts(strategy)[0])
-    for strategy in sorted(options("parallel"), key=lambda strategy: strategy != "fsdp")
-    if strategy not in ("single", *NOT_EQUAL, *FOR_EXPERTS)
-]
+STRATEGIES = sorted(test_any_training.STRATEGIES, key=lambda strategy: strategy[0] != "fsdp")
 IDS = [name(*strategy) for strategy in STRATEGIES]
 TURNS = ("optimizer.turns={critic: {match: critic.*, lr: 0.02, clip_grad_norm: 0.5}, generator: {match: [generator.*], every: 2, "
          "optimizer: 1, _target_: torch.optim.RMSprop, lr: 0.01, scheduler: {_target_: framework.optim.schedules.constant, warmup_steps: 0}}}")  # fmt: skip
@@ -45,13 +41,8 @@ REFUSED = {
 def test_it_computes_what_one_process_does_or_is_refused(
     strategy: str, ranks: int, mesh: list[str], tmp_path: Path
 ) -> None:  # fmt: skip
-    line = [*GAN, f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", "rehearse=false"]
-    ended = command(*line, root=tmp_path / "runs")
-    if strategy in REFUSED:
-        assert ended.code == 78 and REFUSED[strategy] in ended.output, ended.output
-        return
-    assert ended.code == 0, ended.output
-    assert_close(ended, once(*GAN))
+    words = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
+    assert_computes_or_is_refused(GAN, words, REFUSED.get(strategy), root=tmp_path / "runs")
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 import inspect
 import random
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -17,6 +18,7 @@ from framework.build.training import Builder
 from framework.config.schema import RunConfig
 from framework.distributed.world import World
 from framework.modes.train import _continue
+from tests.harness import before_each
 from tests.product import configured
 from tests.ranks import on_ranks
 
@@ -81,12 +83,12 @@ NOTHING = ["model=mlp", "model.num_layers=1", "model.dim=1", "optimizer=sgd", "t
 TOKENS = [*GPT, "trainer.max_steps=4", "trainer.eval_every=null", "trainer.log_every=4"]
 
 
-def of_a_step(world: World, config: RunConfig, count: Callable[[list[int]], Callable[[], None]]) -> int:
+def of_a_step(world: World, config: RunConfig, count: Callable[[Counter[str]], Callable[[], None]]) -> int:
     """Return what `count` has counted from the start of the second step to the start of the third; it returns how to end it."""
     build = Builder(config, world=world)
     trainer = build.trainer()
     _continue(trainer, build)
-    found, take, end = [0], trainer.take, list[Callable[[], None]]()
+    found, take, end = Counter[str](), trainer.take, list[Callable[[], None]]()
 
     def taking(step: Any) -> None:
         if trainer.progress.step == 1:
@@ -98,44 +100,40 @@ def of_a_step(world: World, config: RunConfig, count: Callable[[list[int]], Call
     trainer.take = taking
     trainer.fit()
     trainer.saver.close()
-    return found[0]
+    return found.total()
 
 
-def seedings(found: list[int]) -> Callable[[], None]:
-    seed = random.seed
-
-    def note(*given: Any) -> None:
-        found[0] += 1
-        seed(*given)
-
-    random.seed = note
-    return lambda: setattr(random, "seed", seed)
+def seedings(found: Counter[str]) -> Callable[[], None]:
+    return counting(random, ["seed"], found)
 
 
-def functions(found: list[int]) -> Callable[[], None]:
+def functions(found: Counter[str]) -> Callable[[], None]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        found[0] += event == "call" and "/framework/" in frame.f_code.co_filename
+        found["call"] += event == "call" and "/framework/" in frame.f_code.co_filename
 
     sys.setprofile(note)
     return lambda: sys.setprofile(None)
 
 
-def messages(found: list[int], *, world: World) -> Callable[[], None]:
-    """Count the messages of a step, beside those by which the ranks agree."""
-    names = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "send", "recv")
-    plain = {name: getattr(dist, name) for name in names}
+MESSAGES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "send", "recv")
 
-    def noting(call: Any) -> Any:
-        def note(*given: Any, **named: Any) -> Any:
-            found[0] += named.get("group") is not world.agreement.group
-            return call(*given, **named)
 
-        return note
+def messages(found: Counter[str], *, world: World) -> Callable[[], None]:
+    """Count the messages of a process, beside those by which the ranks agree."""
+    return counting(dist, MESSAGES, found, but=world.agreement.group)
 
-    for name, call in plain.items():
-        setattr(dist, name, noting(call))
-    return lambda: [setattr(dist, name, call) for name, call in plain.items()] and None
+
+def counting(owner: Any, names: Iterable[str], found: Counter[str], but: Any = ()) -> Callable[[], None]:
+    """Count the calls of an owner's functions by name, but those for a group; return how to end it."""
+
+    def note(called: str, *_: Any, group: Any = None, **__: Any) -> None:
+        found[called] += group is not but
+
+    plain = {name: getattr(owner, name) for name in names}
+    for name in plain:
+        before_each(owner, name, partial(note, name))
+    return lambda: [setattr(owner, name, call) for name, call in plain.items()] and None
 
 
 @pytest.mark.parametrize(("line", "most"), [(NOTHING, 2), ([*NOTHING, "model.dropout=0.5"], 5)])

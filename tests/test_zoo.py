@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from framework.config.folders import options
-from tests.harness import Ended, assert_close, command, once
+from tests.harness import assert_computes_or_is_refused
 from tests.test_conformance import CONTEXTS, FOR_EXPERTS, NOT_EQUAL, layouts, name
 from tests.test_resume import assert_survives_a_kill
 from tests.zoo import IMAGES, TOKENS, make
@@ -54,10 +54,6 @@ def line(model: str) -> list[str]:
     return [*RUN, *DATA["images" if model in IMAGES else "tokens"], "model._target_=tests.zoo.make", f"model.name='{model}'"]
 
 
-def one(model: str) -> Ended:
-    return once(*line(model))
-
-
 def cells() -> Iterator[Any]:
     for number, model in enumerate([*IMAGES, *TOKENS]):
         for other, (strategy, ranks, mesh) in enumerate(STRATEGIES):
@@ -73,18 +69,9 @@ def test_a_model_computes_what_it_does_on_one_process_or_is_refused(
     model: str, strategy: str, ranks: int, mesh: list[str], tmp_path: Path
 ) -> None:
     make(model)  # what it imports, the command's processes then have
-    words = REFUSED.get((model, strategy))
-    rehearse = "rehearse=true" if words is not None else "rehearse=false"
-    ended = command(
-        *line(model), f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}", rehearse, root=tmp_path / "runs"
-    )
-    if words is None:
-        assert ended.code == 0, ended.output
-        assert_close(ended, one(model), tolerance=LEAN.get(model, 1e-10))
-        return
-    assert ended.code == 78, ended.output
-    assert words in ended.output
-    assert not list((tmp_path / "runs").iterdir())
+    words = [f"parallel={strategy}", *mesh, f"launch.nproc_per_node={ranks}"]
+    said, tolerance = REFUSED.get((model, strategy)), LEAN.get(model, 1e-10)
+    assert_computes_or_is_refused(line(model), words, said, root=tmp_path / "runs", tolerance=tolerance)
 
 
 FAMILIES = ["codebook", "hf mixtral", "peft lora", "queue", "spectral norm", "layer drop"]

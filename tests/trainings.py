@@ -37,11 +37,13 @@ class Net(nn.Module):
         return x
 
 
-class Consistency(Classification):
-    """Two forwards that draw differently should agree (R-Drop)."""
-
+class Labels(Classification):
     def __init__(self) -> None:
         super().__init__(label_smoothing=0.0)
+
+
+class Consistency(Labels):
+    """Two forwards that draw differently should agree (R-Drop)."""
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         one, two = call(batch.inputs), call(batch.inputs)
@@ -67,11 +69,11 @@ class Contrastive:
         return {"loss": sum(losses) / 2, "found": ((one @ every_two.T).argmax(-1) == own).sum()}
 
 
-class Distillation(Classification):
+class Distillation(Labels):
     """A frozen teacher, in no checkpoint, that the task has made itself."""
 
     def __init__(self) -> None:
-        super().__init__(label_smoothing=0.0)
+        super().__init__()
         self.teacher = Net().requires_grad_(False).eval()
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
@@ -99,11 +101,8 @@ class SelfDistillation(nn.Module):
         return F.cross_entropy(own["outputs"], ((own["wanted"] - self.centre) / 0.2).softmax(-1), reduction="sum")
 
 
-class GradientPenalty(Classification):
+class GradientPenalty(Labels):
     """The gradient by the inputs should be short, and change little."""
-
-    def __init__(self) -> None:
-        super().__init__(label_smoothing=0.0)
 
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         inputs = batch.inputs.clone().requires_grad_()
@@ -113,10 +112,7 @@ class GradientPenalty(Classification):
         return loss + 0.1 * gradient.square().sum() + 0.1 * bend.square().sum()
 
 
-class InPieces(Classification):
-    def __init__(self) -> None:
-        super().__init__(label_smoothing=0.0)
-
+class InPieces(Labels):
     def step(self, call: Any, batch: Any, context: Any) -> Any:
         features = call.features(call.stem(batch.inputs))
         for block in call.blocks:

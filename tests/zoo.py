@@ -4,6 +4,7 @@ IMAGES take (B, 3, 16, 16) and give 10 classes; TOKENS take (B, 12) of 32 and gi
 """
 
 import copy
+import importlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ Make = Callable[[], nn.Module]
 # --- Hugging Face
 
 
-def _hf(kind: str, task: str, **options: Any) -> Make:
+def hf(kind: str, task: str, **options: Any) -> Make:
     def make() -> nn.Module:
         import transformers
 
@@ -40,14 +41,6 @@ VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": 10
               "intermediate_size": 24}  # fmt: skip
 
 
-def mamba() -> nn.Module:
-    import transformers
-
-    return transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)
-    )
-
-
 def lora() -> nn.Module:
     import peft
     import transformers
@@ -58,28 +51,18 @@ def lora() -> nn.Module:
 
 def evaluated() -> nn.Module:
     """As `from_pretrained` gives it: in eval mode."""
-    return _hf("GPT2", "LMHeadModel", **GPT2)().eval()
+    return hf("GPT2", "LMHeadModel", **GPT2)().eval()
 
 
 # --- timm, torchvision, x-transformers
 
 
 def _timm(name: str, **options: Any) -> Make:
-    def make() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, num_classes=10, **options)
-
-    return make
+    return lambda: importlib.import_module("timm").create_model(name, num_classes=10, **options)
 
 
-def _vision(name: str, **options: Any) -> Make:
-    def make() -> nn.Module:
-        import torchvision
-
-        return getattr(torchvision.models, name)(num_classes=10, **options)
-
-    return make
+def _vision(name: str, *sizes: Any, **options: Any) -> Make:
+    return lambda: getattr(importlib.import_module("torchvision").models, name)(*sizes, num_classes=10, **options)
 
 
 def x_transformer() -> nn.Module:
@@ -391,17 +374,17 @@ class Attention(nn.Module):
 
 
 IMAGES: dict[str, Make] = {
-    "hf vit": _hf("ViT", "ForImageClassification", **VISION, hidden_dropout_prob=0.1),
-    "hf resnet": _hf("ResNet", "ForImageClassification", num_channels=3, num_labels=10, embedding_size=8, hidden_sizes=[8, 16],
+    "hf vit": hf("ViT", "ForImageClassification", **VISION, hidden_dropout_prob=0.1),
+    "hf resnet": hf("ResNet", "ForImageClassification", num_channels=3, num_labels=10, embedding_size=8, hidden_sizes=[8, 16],
                      depths=[1, 1], layer_type="basic"),
     "timm vit": _timm("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=4, drop_path_rate=0.2),
     "timm convnext": _timm("convnext_atto", patch_size=1, kernel_sizes=3, depths=(1, 1, 2, 1), dims=(4, 4, 8, 8), drop_path_rate=0.2),
     "timm resnet": _timm("resnet10t", channels=(4, 8, 8, 8), stem_width=4),
     "timm swin": _timm("swin_tiny_patch4_window7_224", img_size=16, patch_size=2, window_size=4, embed_dim=8, depths=(2, 2), num_heads=(2, 2)),
-    "torchvision swin": lambda: __import__("torchvision").models.SwinTransformer([2, 2], 8, [2, 2], [2, 2], [4, 4], num_classes=10),
+    "torchvision swin": _vision("SwinTransformer", [2, 2], 8, [2, 2], [2, 2], [4, 4]),
     "torchvision mobilenet": _vision("mobilenet_v3_small", width_mult=0.1),
-    "torchvision densenet": lambda: __import__("torchvision").models.DenseNet(4, (2, 2), 8, num_classes=10),
-    "torchvision shufflenet": lambda: __import__("torchvision").models.ShuffleNetV2([2, 2, 2], [4, 8, 16, 32, 32], num_classes=10),
+    "torchvision densenet": _vision("DenseNet", 4, (2, 2), 8),
+    "torchvision shufflenet": _vision("ShuffleNetV2", [2, 2, 2], [4, 8, 16, 32, 32]),
     "named traps": NamedTraps,
     "functional dropout": FunctionalDropout,
     "layer drop": StochasticDepth,
@@ -417,14 +400,14 @@ IMAGES: dict[str, Make] = {
     "gradient penalty": Penalised,
 }  # fmt: skip
 TOKENS: dict[str, Make] = {
-    "hf gpt2": _hf("GPT2", "LMHeadModel", **GPT2),
+    "hf gpt2": hf("GPT2", "LMHeadModel", **GPT2),
     "hf gpt2, in eval mode": evaluated,
-    "hf llama": _hf("Llama", "ForCausalLM", **ROTARY),
-    "hf gpt-neox": _hf("GPTNeoX", "ForCausalLM", **LM),
-    "hf bert": _hf("Bert", "LMHeadModel", **LM, is_decoder=True),
-    "hf mamba": mamba,
-    "hf mixtral": _hf("Mixtral", "ForCausalLM", **EXPERTS),
-    "hf gemma": _hf("Gemma", "ForCausalLM", **ROTARY, head_dim=4),
+    "hf llama": hf("Llama", "ForCausalLM", **ROTARY),
+    "hf gpt-neox": hf("GPTNeoX", "ForCausalLM", **LM),
+    "hf bert": hf("Bert", "LMHeadModel", **LM, is_decoder=True),
+    "hf mamba": hf("Mamba", "ForCausalLM", vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4),
+    "hf mixtral": hf("Mixtral", "ForCausalLM", **EXPERTS),
+    "hf gemma": hf("Gemma", "ForCausalLM", **ROTARY, head_dim=4),
     "peft lora": lora,
     "x-transformers": x_transformer,
     "nanogpt": NanoGPT,

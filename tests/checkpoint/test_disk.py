@@ -3,14 +3,14 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from framework.checkpoint import manifest
 from framework.runtime.environment import Environment
-from tests.harness import Ended, assert_same_bits, command, finished
+from tests.harness import assert_same_bits, before_each, command, finished, once
 from tests.test_resume import RUN, STRATEGIES, after_step
 
 # 8 steps, a checkpoint of about 1 MiB after every second
@@ -38,18 +38,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--recursive", str(path)], check=True)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    done: dict[str, Ended] = {}
-
-    def run(strategy: str) -> Ended:
-        if strategy not in done:
-            done[strategy] = finished(*LINE, *STRATEGIES[strategy], root=tmp_path_factory.mktemp("whole") / "runs")
-        return done[strategy]
-
-    return run
-
-
 def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*"))
 
@@ -65,12 +53,12 @@ def checkpoints(directory: Path) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", sorted(range(NUM_SIZES), key=lambda number: number != 9))
-def test_a_full_disk_loses_nothing(number: int, disk: Path, whole: Callable[[str], Ended]) -> None:
+def test_a_full_disk_loses_nothing(number: int, disk: Path) -> None:
     """The disk's size goes from nothing to two checkpoints and a half; later it is given room."""
     strategy = ["single", "ddp 2", "fsdp 2"][number % 3]
     mode = f"checkpoint.async_save={'true' if number % 2 else 'false'}"
     line = [*LINE, *STRATEGIES[strategy], mode]
-    one = size_of(whole(strategy).directory / "checkpoints" / "step_00000008")
+    one = size_of(once(*LINE, *STRATEGIES[strategy]).directory / "checkpoints" / "step_00000008")
     room = 1.1 * MIB + 2.5 * one * number / NUM_SIZES  # less than 1 MiB is refused by the preflight
     mount("-o", f"remount,size={int(room) // 4096 * 4096}", str(disk))
     failed = command(*line, root=disk / "runs")
@@ -84,7 +72,7 @@ def test_a_full_disk_loses_nothing(number: int, disk: Path, whole: Callable[[str
     if room > 1.2 * MIB + one:
         assert kept, "there was room for one"
     mount("-o", "remount,size=64m", str(disk))
-    assert_same_bits(finished(*line, root=disk / "runs"), whole(strategy))
+    assert_same_bits(finished(*line, root=disk / "runs"), once(*LINE, *STRATEGIES[strategy]))
 
 
 def test_a_disk_of_no_room_at_all_is_refused(disk: Path) -> None:
@@ -97,9 +85,7 @@ def test_a_disk_of_no_room_at_all_is_refused(disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "strategy"), [(MODES[1], "ddp 2"), (MODES[0], "single"), (MODES[0], "ddp 2")])
-def test_checkpoints_that_become_read_only_end_the_run(
-    strategy: str, mode: str, disk: Path, whole: Callable[[str], Ended]
-) -> None:
+def test_checkpoints_that_become_read_only_end_the_run(strategy: str, mode: str, disk: Path) -> None:
     line = [*LINE, *STRATEGIES[strategy], mode]
 
     def make_read_only() -> None:
@@ -119,24 +105,17 @@ def test_checkpoints_that_become_read_only_end_the_run(
     again = command(*line, root=disk / "runs")  # it still is
     assert again.code == 74
     subprocess.run(["umount", str(failed.directory / "checkpoints")], check=True)
-    assert_same_bits(finished(*line, root=disk / "runs"), whole(strategy))
+    assert_same_bits(finished(*line, root=disk / "runs"), once(*LINE, *STRATEGIES[strategy]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "strategy"), [(MODES[1], "fsdp 2"), (MODES[0], "ddp 2")])
-def test_a_disk_that_is_slow_for_one_rank_is_waited_for(
-    strategy: str, mode: str, tmp_path: Path, whole: Callable[[str], Ended]
-) -> None:
-    def slow_down() -> None:
-        fsync = os.fsync
+def test_a_disk_that_is_slow_for_one_rank_is_waited_for(strategy: str, mode: str, tmp_path: Path) -> None:
+    def wait(_: int) -> None:
+        if Environment.read().rank == 1:
+            time.sleep(0.5)
 
-        def slow(descriptor: int) -> None:
-            if Environment.read().rank == 1:
-                time.sleep(0.5)
-            fsync(descriptor)
-
-        os.fsync = slow
-
-    ended = finished(*LINE, *STRATEGIES[strategy], mode, root=tmp_path / "runs", before=slow_down)
+    line = [*LINE, *STRATEGIES[strategy], mode]
+    ended = finished(*line, root=tmp_path / "runs", before=lambda: before_each(os, "fsync", wait))
     assert ended.summary["saves"]["committed"] == 4
-    assert_same_bits(ended, whole(strategy))
+    assert_same_bits(ended, once(*LINE, *STRATEGIES[strategy]))

@@ -17,7 +17,7 @@ from framework.checkpoint.store import CheckpointStore
 from framework.runs.metrics_file import MACHINE
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import Ended, after_each, assert_same_bits, command, finished, once
+from tests.harness import after_each, assert_same_bits, command, finished, once
 from tests.test_resume import RUN, STRATEGIES
 
 ASYNC, SYNC = "checkpoint.async_save=true", "checkpoint.async_save=false"
@@ -32,10 +32,6 @@ def in_each_save(act: Callable[[int], None]) -> Callable[[], None]:
 def on_steps(act: Callable[[int], object]) -> None:
     """Have every rank `act` on the number of each step that it has taken."""
     after_each(Trainer, "train_step", lambda trainer, *_, **__: act(trainer.progress.step))
-
-
-def written_between_steps(strategy: str) -> Ended:
-    return once(*RUN, *STRATEGIES[strategy], SYNC)
 
 
 def held_back(num_steps: int, *, longer_s: float = 0.0) -> Callable[[], None]:
@@ -65,8 +61,8 @@ def held_back(num_steps: int, *, longer_s: float = 0.0) -> Callable[[], None]:
 def test_steps_go_on_while_a_checkpoint_is_written(strategy: str, tmp_path: Path) -> None:
     """With a save that blocks, two more steps are never taken."""
     ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=held_back(2))
-    assert_same_bits(ended, written_between_steps(strategy))
-    theirs = written_between_steps(strategy).directory / "checkpoints"
+    assert_same_bits(ended, once(*RUN, *STRATEGIES[strategy], SYNC))
+    theirs = once(*RUN, *STRATEGIES[strategy], SYNC).directory / "checkpoints"
     for path in sorted(theirs.glob("*/*.safetensors")):
         expected, actual = load_file(path), load_file(ended.directory / "checkpoints" / path.relative_to(theirs))
         assert actual.keys() == expected.keys()
@@ -113,7 +109,7 @@ def test_a_save_that_is_due_too_early_waits_and_is_counted(strategy: str, tmp_pa
     before = held_back(4, longer_s=0.5)  # the next save is due after four steps
     ended = finished(*RUN, *STRATEGIES[strategy], ASYNC, root=tmp_path / "runs", before=before)
     assert ended.summary["saves"]["waited_for"] >= 3
-    assert_same_bits(ended, written_between_steps(strategy))
+    assert_same_bits(ended, once(*RUN, *STRATEGIES[strategy], SYNC))
 
 
 @pytest.mark.slow
@@ -131,7 +127,7 @@ def test_a_few_failures_in_a_row_are_warnings(strategy: str, mode: str, tmp_path
     assert ended.output.count("training continues (failure ") == 2
     assert "(failure 2 in a row; checkpoint.max_failures allows 2)" in ended.output
     assert ended.summary["saves"]["committed"] == 4 and ended.summary["saves"]["failed"] == 2
-    assert_same_bits(ended, written_between_steps(strategy))
+    assert_same_bits(ended, once(*RUN, *STRATEGIES[strategy], SYNC))
 
 
 def test_the_last_save_may_not_fail(tmp_path: Path) -> None:
@@ -159,7 +155,7 @@ def test_without_the_time_for_a_checkpoint_it_says_so_and_relies_on_the_last(str
     assert stopped.code == 75, stopped.output
     assert " s of launch.grace_s are left, and the last checkpoint took " in stopped.output
     assert "continues from the checkpoint of step 8" in stopped.output
-    assert_same_bits(finished(*line, root=tmp_path / "short"), written_between_steps(strategy))
+    assert_same_bits(finished(*line, root=tmp_path / "short"), once(*RUN, *STRATEGIES[strategy], SYNC))
     enough = command(*line, "launch.grace_s=60", root=tmp_path / "long", before=plant)
     assert enough.code == 75
     assert (enough.directory / "checkpoints" / f"step_{enough.summary['step']:08d}").exists()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from tests.harness import Ended, assert_close, finished
+from tests.harness import assert_close, finished, once
 
 RUN = ["dataset._target_=tests.data.test_by_micro_batch.Sentences", "task._target_=framework.tasks.classification.Classification",
        "task.label_smoothing=0.0", "model._target_=tests.data.test_by_micro_batch.Reader", "precision=fp64", "global_batch_size=8",
@@ -60,12 +60,7 @@ class Reader(nn.Module):
         return self.head(hidden.sum(1) / mask.sum(1, keepdim=True))
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return finished(*RUN, root=tmp_path_factory.mktemp("one") / "runs")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp", 2)])
-def test_padding_is_that_of_the_micro_batch(strategy: str, ranks: int, one: Ended, tmp_path: Path) -> None:
-    assert_close(finished(*RUN, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs"), one)
+def test_padding_is_that_of_the_micro_batch(strategy: str, ranks: int, tmp_path: Path) -> None:
+    assert_close(finished(*RUN, f"parallel={strategy}", f"launch.nproc_per_node={ranks}", root=tmp_path / "runs"), once(*RUN))

@@ -8,7 +8,7 @@ import pytest
 
 import framework.data.order
 from framework.data.order import Order, Permutation
-from tests.harness import assert_close, command, finished, once
+from tests.harness import assert_close, command, finished, once, together
 from tests.test_resume import RUN, after_step, preempt
 
 LARGE = (1 << 20) + 7
@@ -108,12 +108,7 @@ def test_a_large_data_set_is_trained_on_in_its_new_order_however_it_is_executed(
     exact = [*RUN, "precision=fp64", "micro_batch_size=4"]
     whole = once(*exact, before=plant)
     line = [*exact, *ranks]
-
-    def stop() -> None:
-        plant()
-        after_step(9, preempt)()
-
-    assert command(*line, root=tmp_path / "runs", before=stop).code == 75
+    assert command(*line, root=tmp_path / "runs", before=together(plant, after_step(9, preempt))).code == 75
     again = finished(*line, root=tmp_path / "runs", before=plant)
     assert_close(again, whole)
     assert [row["loss"] for row in once(*exact).rows] != [row["loss"] for row in whole.rows]

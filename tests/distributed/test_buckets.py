@@ -1,7 +1,7 @@
 """Many tensors travel in few messages, and arrive as if each had travelled alone."""
 
-import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from torch import Tensor
 from framework.distributed import buckets
 from framework.distributed.agreement import Agreement
 from framework.distributed.world import World
-from framework.runtime.environment import Environment
-from framework.training.loop import Trainer
-from tests.harness import after_each, finished
+from tests import test_walk
+from tests.product import configured
 from tests.ranks import on_ranks
-from tests.test_loop import TINY
+from tests.test_walk import TOKENS, counting, of_a_step
 
 SHAPES = [(3, 4), (), (0, 2), (1000,), (7, 1, 5), (300,), (2,)]
 
@@ -29,27 +28,13 @@ def tensors(rank: int) -> list[Tensor]:
     return made
 
 
-def count_messages(counts: Counter[str]) -> None:
-    """Let this process count its collectives of torch.distributed."""
-
-    def counting(name: str, original: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return original(*args, **kwargs)
-
-        return counted
-
-    for name in ("all_reduce", "broadcast"):
-        setattr(dist, name, counting(name, getattr(dist, name)))
-
-
 @pytest.mark.parametrize("size", [64, 1 << 20])
 def test_sums_and_copies_are_those_of_each_tensor_alone(size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(buckets, "_BUCKET", size)
 
     def act(world: World) -> Any:
         counts = Counter[str]()
-        count_messages(counts)
+        counting(dist, test_walk.MESSAGES, counts)
         summed, given = tensors(world.rank), {rank: tensors(world.rank) for rank in (1, 0)}
         buckets.sum_all(summed)
         buckets.broadcast_all(given)
@@ -77,21 +62,13 @@ MESSAGES = {
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("strategy", MESSAGES)
 def test_a_step_sends_messages_by_size_not_by_parameter(strategy: str, tmp_path: Path) -> None:
-    def count() -> None:
-        counts, at_step = Counter[str](), dict[int, int]()
-        count_messages(counts)
+    ranks = 4 if "pp" in strategy else 2
+    processes = [*strategy.split(), f"launch.nproc_per_node={ranks}", f"run.dir={tmp_path}/run"]
+    config = configured(*TOKENS, "optimizer=adamw", "model.num_layers=8", *processes)
+
+    def act(world: World) -> int:
         Agreement.any_flags = lambda _, *flags, now=True: list(flags)
+        return of_a_step(world, config, partial(counting, dist, test_walk.MESSAGES))
 
-        def note(trainer: Trainer, *_: Any, **__: Any) -> None:
-            at_step[trainer.progress.step] = counts.total()
-            if trainer.progress.step == 3 and Environment.read().rank == 0:
-                (tmp_path / "counts").write_text(json.dumps(at_step[3] - at_step[2]))
-
-        after_each(Trainer, "train_step", note)
-
-    line = [
-        *TINY, "optimizer=adamw", "model.num_layers=8", "trainer.max_steps=4", "trainer.log_every=4",
-        "trainer.max_epochs=null",
-    ]  # fmt: skip
-    finished(*line, *strategy.split(), f"launch.nproc_per_node={4 if 'pp' in strategy else 2}", root=tmp_path, before=count)
-    assert json.loads((tmp_path / "counts").read_text()) == MESSAGES[strategy]
+    (tmp_path / "scratch").mkdir()
+    assert on_ranks(ranks, act, scratch=tmp_path / "scratch")[0] == MESSAGES[strategy]

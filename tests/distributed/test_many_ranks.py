@@ -47,19 +47,11 @@ class Wire:
         self._taken = iter(self.kept)
 
     def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        self._note("all_reduce", tensor)
-        if self.rank == 0:
-            self.kept.append([tensor.clone()])
-        else:
-            tensor.copy_(next(self._taken)[0])
+        self._share("all_reduce", tensor)
         return Done([tensor]) if async_op else None
 
     def broadcast(self, tensor: Tensor, src: int = 0, **_: Any) -> None:
-        self._note("broadcast", tensor)
-        if self.rank == 0:
-            self.kept.append([tensor.clone()])
-        else:
-            tensor.copy_(next(self._taken)[0])
+        self._share("broadcast", tensor)
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor] | None = None, **_: Any) -> None:
         self._note("scatter", tensor)
@@ -82,6 +74,13 @@ class Wire:
 
     def barrier(self, **_: Any) -> None:
         self._note("barrier")
+
+    def _share(self, name: str, tensor: Tensor) -> None:
+        self._note(name, tensor)
+        if self.rank == 0:
+            self.kept.append([tensor.clone()])
+        else:
+            tensor.copy_(next(self._taken)[0])
 
     def _note(self, name: str, *received: Tensor) -> None:
         self.calls.append((name, sum(tensor.nbytes for tensor in received)))

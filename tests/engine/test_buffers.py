@@ -1,15 +1,13 @@
 """Buffers: every micro-batch reads those of the step's start, and micro-batch 0 decides those of its end, however they are moved."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.engine.buffers import Buffers
+from tests.harness import Counting
 
 
 class Holder(nn.Module):
@@ -101,20 +99,14 @@ def test_rank_0_sends_what_its_forward_has_moved_and_nothing_else(move: Callable
 def test_copies_are_made_by_type_not_one_by_one() -> None:
     """A launch for each buffer is what a GPU would wait for: resnet50 has 159."""
     model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(30)))
-    buffers, counts = Buffers(model), Counter[str]()
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counts[func.overloadpacket.__name__] += 1
-            return func(*args, **kwargs or {})
-
+    buffers = Buffers(model)
     buffers.begin_step(is_alone=False)
-    with Count():
+    with Counting() as counting:
         for number in (0, 1):
             buffers.end_forward(number)
         buffers.end_step()
-    assert counts["clone"] == counts["copy_"] == 0
-    assert counts["_foreach_copy_"] == 8, "of the floats and of the counters: kept once, put back twice, left once"
+    assert counting.calls["clone"] == counting.calls["copy_"] == 0
+    assert counting.calls["_foreach_copy_"] == 8, "of the floats and of the counters: kept once, put back twice, left once"
 
 
 def test_statistics_alone_are_not_spoken_of() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, finished
+from tests.harness import Ended, around, assert_same_bits, finished
 
 RUN = [
     "dataset=synthetic", "dataset.num_train=1024", "dataset.num_val=8", "dataset.num_test=8", "dataset.image_size=8",
@@ -24,16 +24,16 @@ def counting(file: Path) -> Callable[[], None]:
     def plant() -> None:
         for parameter in (-1, -3):  # malloc.h's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, if an earlier test has set them here
             ctypes.CDLL(None).mallopt(parameter, 1 << 17)
-        train_step, counts = Trainer.train_step, list[int]()
+        counts = list[int]()
 
-        def counted(self: Trainer, *args: object, **options: object) -> object:
+        def counted(train_step: Callable[..., object], *args: object, **options: object) -> object:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            result = train_step(self, *args, **options)
+            result = train_step(*args, **options)
             counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
             file.write_text(json.dumps(counts))
             return result
 
-        Trainer.train_step = counted
+        around(Trainer, "train_step", counted)
 
     return plant
 

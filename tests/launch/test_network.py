@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from framework.checkpoint.store import CheckpointStore
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_close, exact_rows, once, wait_for
+from tests.harness import Ended, assert_close, before_each, exact_rows, once, wait_for
 from tests.hosts import Host, hosts, needs_hosts
 from tests.launch import test_elastic
 from tests.launch.test_elastic import ELASTIC, JOINED_S, LOST_S, RUN, Cluster, Node, assert_no_trace, wait_for_store
@@ -51,19 +51,13 @@ def ended(cluster: Cluster, reference: Ended, *, lost: Sequence[Node] = ()) -> N
 def waits_at(folder: Path, owner: Any, name: str, condition: Callable[..., bool]) -> Callable[[], None]:
     """Have every rank of several say, in `folder`/there, that it has come to a call, and wait there until `folder`/cut exists."""
 
-    def plant() -> None:
-        original = getattr(owner, name)
+    def wait(*args: Any, **kwargs: Any) -> None:
+        all_there = dist.is_initialized() and dist.get_world_size() > 1  # the first node may be far before the second joins
+        if all_there and condition(*args, **kwargs) and not (folder / "cut").exists():
+            (folder / "there").touch()
+            wait_for((folder / "cut").exists, what="the cut")
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            all_there = dist.is_initialized() and dist.get_world_size() > 1  # the first node may be far before the second joins
-            if all_there and condition(*args, **kwargs) and not (folder / "cut").exists():
-                (folder / "there").touch()
-                wait_for((folder / "cut").exists, what="the cut")
-            return original(*args, **kwargs)
-
-        setattr(owner, name, call)
-
-    return plant
+    return lambda: before_each(owner, name, wait)
 
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {

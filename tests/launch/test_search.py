@@ -12,7 +12,7 @@ import pytest
 from framework.runtime.preemption import PREEMPTION
 from framework.sweep.search import Watched
 from framework.training.loop import Trainer
-from tests.harness import Ended, assert_same_bits, finished, wait_for
+from tests.harness import Ended, after_each, assert_same_bits, finished, wait_for
 from tests.launch.test_sweep import SHORT, TWO_AT_A_TIME, job, no_process, swept, table
 from tests.test_resume import RUN, after_step
 
@@ -73,17 +73,11 @@ def kill_the_command() -> None:
 def killed_in_trial(number: int) -> Callable[[], None]:
     """Return what kills the search, and so everything, at the ninth step of one of its trials."""
 
-    def plant() -> None:
-        original = Watched.__init__
+    def kill(watched: Watched, *_: object, **__: object) -> None:
+        if watched.trial.number == number:
+            after_step(9, kill_the_command)()
 
-        def init(self: Watched, trial: object, *args: object, **kwargs: object) -> None:
-            original(self, trial, *args, **kwargs)
-            if self.trial.number == number:
-                after_step(9, kill_the_command)()
-
-        Watched.__init__ = init
-
-    return plant
+    return lambda: after_each(Watched, "__init__", kill)
 
 
 @pytest.mark.slow  # what it draws is in test_study.py

@@ -1,6 +1,7 @@
 """A sweep is its runs: one after the other or several at a time, killed and continued, with its table."""
 
 import csv
+import itertools
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from framework.sweep.line import read
 from framework.sweep.pools import Pool
 from framework.sweep.space import combinations
 from framework.sweep.sweep import sweep
-from tests.harness import Ended, Says, assert_same_bits, begin, checked, command, end, finished, wait_for
+from tests.harness import Ended, Says, assert_same_bits, before_each, begin, checked, command, end, finished, wait_for
 from tests.test_resume import RUN, after_step, preempted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -56,14 +57,12 @@ def job(ended: Ended, row: dict[str, str]) -> Ended:
 
 def alone() -> None:
     """Refuse to start a job while a process of another is left."""
-    original = Pool._started
 
-    def started(self: Pool, job: Job, *args: Any, **kwargs: Any) -> Any:
+    def look(*_: Any, **__: Any) -> None:
         left = psutil.Process().children(recursive=True)
         assert not left, left
-        return original(self, job, *args, **kwargs)
 
-    Pool._started = started
+    before_each(Pool, "_started", look)
 
 
 @pytest.mark.slow
@@ -79,10 +78,7 @@ def test_a_job_is_the_run_that_its_own_command_is_and_its_workers_end_before_the
 
 
 def no_process() -> None:
-    def started(self: Pool, job: Job, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError(f"{job} was started")
-
-    Pool._started = started
+    before_each(Pool, "_started", lambda _, job, *__, **___: pytest.fail(f"{job} was started"))
 
 
 @pytest.mark.slow
@@ -155,18 +151,8 @@ def test_a_preempted_sweep_is_continued_by_its_command(tmp_path: Path) -> None:
 def in_second_job(act: Callable[[], None]) -> Callable[[], None]:
     """Return what makes the second job that is started `act` after step 9."""
 
-    def plant() -> None:
-        original, count = Pool._started, [0]
-
-        def started(self: Pool, job: Job, *args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            if count[0] == 2:
-                after_step(9, act)()
-            return original(self, job, *args, **kwargs)
-
-        Pool._started = started
-
-    return plant
+    count = itertools.count(1)
+    return lambda: before_each(Pool, "_started", lambda *_, **__: after_step(9, act)() if next(count) == 2 else None)
 
 
 def held_at(step: int, folder: Path) -> Callable[[], None]:

@@ -1,16 +1,16 @@
 """Recomputation that reads and draws what the first forward did, of all blocks, of some, or of what is cheap."""
 
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.modules.recomputation import Recomputed, recompute_activations
+from tests.harness import Counting
+from tests.zoo import make
 
 
 class Moving(nn.Module):
@@ -60,16 +60,6 @@ def test_recomputed_blocks_read_and_draw_the_same_and_leave_no_trace(which: Reco
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("which", "products", "cheap"), [(True, 4, 4), (2, 3, 3), (3, 3, 3), ("operations", 2, 4)])
 def test_what_is_computed_again(which: Recomputed, products: int, cheap: int) -> None:
     """Of two blocks' forwards: products of matrices, and what is cheap."""
@@ -97,13 +87,10 @@ class Dense(nn.Module):
 @pytest.mark.parametrize("which", [True, "operations"])
 def test_a_cache_that_blocks_fill_is_for_the_second_forward_as_empty_as_for_the_first(which: Recomputed) -> None:
     """As in transformers' models, whose cache of keys and values is on by default."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2
-    )
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    tokens, lengths = torch.randint(0, 61, (2, 13)), list[int]()
+    model: Any = make("hf llama")
+    tokens, lengths = torch.randint(0, 32, (2, 12)), list[int]()
 
     def gradients() -> list[Tensor]:
         model.zero_grad()

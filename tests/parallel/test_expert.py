@@ -20,15 +20,9 @@ from tests.ranks import on_ranks
 from tests.test_any_to_any import note_state
 from tests.test_conformance import MODELS, RUN
 from tests.test_resume import after_step, preempt
-from tests.zoo import EXPERTS, make
+from tests.zoo import EXPERTS, hf, make
 
 # --- which modules hold experts
-
-
-def hf(kind: str, **options: Any) -> nn.Module:
-    import transformers
-
-    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS | options))
 
 
 def followed(model: nn.Module) -> nn.Module:
@@ -37,7 +31,7 @@ def followed(model: nn.Module) -> nn.Module:
 
 
 SMALL = {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4}
-FAMILIES = {"Mixtral": {}, "Qwen3Moe": SMALL, "Olmoe": SMALL, "GptOss": {"head_dim": 4}}
+FAMILIES: dict[str, dict[str, Any]] = {"Mixtral": {}, "Qwen3Moe": SMALL, "Olmoe": SMALL, "GptOss": {"head_dim": 4}}
 
 
 @pytest.mark.quick(2)
@@ -45,7 +39,7 @@ FAMILIES = {"Mixtral": {}, "Qwen3Moe": SMALL, "Olmoe": SMALL, "GptOss": {"head_d
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_of_transformers_are_found(kind: str, implementation: str) -> None:
     make("hf mixtral")  # makes torchvision importable
-    model = followed(hf(kind, **FAMILIES[kind], experts_implementation=implementation))
+    model = followed(hf(kind, "ForCausalLM", **EXPERTS | FAMILIES[kind] | {"experts_implementation": implementation})())
     found = experts_of(model)
     assert [type(module).__name__ for module in found] == [f"{kind}Experts"] * 3
     assert problems(model) == []
@@ -182,13 +176,8 @@ def on(group: str) -> list[str]:
     return ["parallel=expert", *mesh, f"launch.nproc_per_node={ranks}"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", sorted(GROUPS, key=lambda group: group != "3"))
-def test_it_computes_what_one_process_does_with_dropout_and_an_average(group: str, tmp_path: Path) -> None:
-    assert_close(finished(*MOE, *on(group), root=tmp_path / "runs"), once(*MOE))
-
-
-VARIANTS = {
+VARIANTS: dict[str, tuple[str, list[str]]] = {
+    **{group: (group, []) for group in GROUPS},  # with dropout and an average
     "a rank without samples": ("3", ["global_batch_size=2", "micro_batch_size=null", "model.dropout=0"]),
     "more processes than experts": ("3", ["model.num_experts=2"]),
     "activations recomputed": ("2", ["trainer.activation_checkpointing=true"]),
@@ -203,7 +192,7 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_computes_what_one_process_does(variant: str, tmp_path: Path) -> None:
+def test_it_computes_what_one_process_does(variant: str, tmp_path: Path) -> None:
     group, changes = VARIANTS[variant]
     assert_close(finished(*MOE, *changes, *on(group), root=tmp_path / "runs"), once(*MOE, *changes))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from framework.parallel import shard
 from framework.training.loop import Trainer
-from tests.harness import Ended, Says, around, command, finished, num_operations, once
+from tests.harness import Says, around, command, finished, num_operations, once
 
 RUN = ["model=cnn", "model.channels=[16,32]", "model.norm=batch", "micro_batch_size=16", "trainer.max_epochs=3",
        "trainer.eval_every=null", "checkpoint.every=null", "launch.nproc_per_node=2"]  # fmt: skip
@@ -45,20 +45,16 @@ class Choice(nn.Module):
         return self.head(x)
 
 
-def whole_precision() -> Ended:
-    return once(*RUN, "parallel=fsdp")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_sixteen_bit_computing_learns_and_keeps_its_weights_in_thirty_two(strategy: str, tmp_path: Path) -> None:
     line = [*RUN, f"parallel={strategy}", "parallel.param_dtype=bf16", "parallel.reduce_dtype=fp32"]
     run = finished(*line, root=tmp_path / "runs")
-    losses = [ended.summary["metrics"]["test"]["last"]["loss"] for ended in (run, whole_precision())]
+    losses = [ended.summary["metrics"]["test"]["last"]["loss"] for ended in (run, once(*RUN, "parallel=fsdp"))]
     assert losses[0] == pytest.approx(losses[1], abs=0.1)
-    for name, tensor in whole_precision().weights.items():
+    for name, tensor in once(*RUN, "parallel=fsdp").weights.items():
         assert run.weights[name].dtype == tensor.dtype
-    assert not torch.equal(run.weights["head.weight"], whole_precision().weights["head.weight"])  # it was used
+    assert not torch.equal(run.weights["head.weight"], once(*RUN, "parallel=fsdp").weights["head.weight"])  # it was used
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from framework.engine.forward import Forward
 from framework.modules.parts import chain_of
@@ -17,9 +18,9 @@ from framework.parallel.pipelining.schedules import owners
 from framework.parallel.pipelining.sent import Sent
 from framework.runtime.exits import Unfit
 from models.gpt import GPT
-from tests.harness import around, assert_close, assert_same_bits, command, finished, once, refused
+from tests.harness import around, assert_close, finished, once, refused
 from tests.test_conformance import MODELS, RUN, TOKENS
-from tests.test_resume import after_step, crash, preempted
+from tests.test_resume import assert_survives_a_kill, preempted
 
 TWO = ["launch.nproc_per_node=2"]
 GPT_LINE = [*RUN, *MODELS["gpt, tied"]]
@@ -90,39 +91,46 @@ class Carries(nn.Module):
 
 
 RESIDUAL = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual"]
+CARRIES = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Carries", "trainer.max_steps=4", "micro_batch_size=2"]
 FOUR = ["parallel=pp+fsdp+tp", "launch.nproc_per_node=4"]
+SHARDED = [*FOUR, "parallel.shard=2", "parallel.tensor=1"]
+MANY = ["micro_batch_size=2"]  # 7 micro-batches in a step, 5 in an epoch's last
+SIX = [*GPT_LINE, *MANY, "model.num_layers=6"]
+
+
+def scheduled(schedule: str, ranks: int = 2) -> list[str]:
+    return ["parallel=pipeline", f"parallel.schedule={schedule}", f"launch.nproc_per_node={ranks}"]
+
+
+CUTS = {
+    "every argument is sent": ([*CARRIES, "global_batch_size=16"], scheduled("zero-bubble")),
+    "every argument is sent, sharded": (CARRIES, SHARDED),
+    "every argument is sent on four": (CARRIES, scheduled("gpipe", 4)),
+    "every argument is sent in a V": (CARRIES, scheduled("dualpipev")),
+    "an own forward, sharded": ([*RESIDUAL, "trainer.max_steps=3"], SHARDED),
+    **{f"{name}, {kind}": ([*line, *MANY], scheduled(name)) for name in ("zbv", "dualpipev")
+       for kind, line in (("gpt", GPT_LINE), ("mlp", MLP_LINE))},
+    **{f"{name} on three": (SIX, scheduled(name, 3)) for name in ("zbv", "dualpipev")},
+    "side by side": ([*GPT_LINE, *MANY], ["parallel=ddp+pp", "parallel.replicate=2", "parallel.pipeline=2", "parallel.schedule=zbv", "launch.nproc_per_node=4"]),
+    "too few micro-batches": (GPT_LINE, scheduled("dualpipev")),
+}  # fmt: skip
+OTHER_ORDER = "WARNING: parallel.schedule: dualpipev cannot run 3 micro-batches in a pass, so ZBVZeroBubble is used"
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("cut", [
-    ["parallel=pipeline", *TWO, "parallel.schedule=zero-bubble"], [*FOUR, "parallel.shard=2", "parallel.tensor=1"],
-    ["parallel=pipeline", "launch.nproc_per_node=4", "parallel.schedule=gpipe"], ["parallel=pipeline", *TWO, "parallel.schedule=dualpipev"],
-])  # fmt: skip
-def test_every_argument_that_comes_from_the_block_before_is_sent(cut: list[str], tmp_path: Path) -> None:
-    line = [*RUN, *TOKENS, f"model._target_={__name__}.Carries", "trainer.max_steps=4", "micro_batch_size=2"]
-    assert_close(finished(*line, *cut, root=tmp_path), once(*line))
+@pytest.mark.parametrize("cut", CUTS)
+def test_stages_compute_what_one_process_does(cut: str, tmp_path: Path) -> None:
+    line, words = CUTS[cut]
+    ended = finished(*line, *words, root=tmp_path)
+    assert_close(ended, once(*line))
+    assert OTHER_ORDER in ended.output if cut == "too few micro-batches" else "cannot run" not in ended.output
 
 
 @pytest.mark.slow
 def test_pipedream_sends_every_argument_too(tmp_path: Path) -> None:
-    line = [
-        *RUN,
-        *TOKENS,
-        f"model._target_={__name__}.Carries",
-        "trainer.max_steps=4",
-        "micro_batch_size=2",
-        "trainer.clip_grad_norm=null",
-    ]
-    cut = ["parallel=pipeline", *TWO, "parallel.schedule=pipedream", "parallel.drain_every=1", "checkpoint.every=null"]
-    weights = finished(*line, *cut, root=tmp_path).weights
+    line = [*CARRIES, "trainer.clip_grad_norm=null"]
+    weights = finished(*line, *scheduled("pipedream"), "parallel.drain_every=1", "checkpoint.every=null", root=tmp_path).weights
     assert all(torch.allclose(weights[name], value, rtol=0, atol=1e-10) for name, value in once(*line).weights.items())
-
-
-@pytest.mark.slow
-def test_stages_of_a_model_s_own_forward_are_sharded(tmp_path: Path) -> None:
-    line = [*RESIDUAL, "trainer.max_steps=3"]
-    cut = finished(*line, *FOUR, "parallel.shard=2", "parallel.tensor=1", root=tmp_path / "runs")
-    assert_close(cut, once(*line))
 
 
 @pytest.mark.slow
@@ -191,7 +199,7 @@ def test_the_loss_has_the_type_of_the_weights(tmp_path: Path) -> None:
     def plant() -> None:
         def run(plain: Any, self: Any, *given: Any) -> Any:
             value = plain(self, *given)
-            assert value.dtype == self._dtype
+            assert {tensor.dtype for tensor in tree_leaves(value)} == {self._dtype}
             return value
 
         around(Pipeline, "_run_stage", run)
@@ -204,7 +212,6 @@ def test_the_loss_has_the_type_of_the_weights(tmp_path: Path) -> None:
 # --- schedules whose stages lie in a V
 
 V = ["zbv", "dualpipev"]
-MANY = ["micro_batch_size=2"]  # 7 micro-batches in a step, 5 in an epoch's last
 
 
 @pytest.mark.parametrize("name", V)
@@ -216,44 +223,12 @@ def test_the_first_process_has_the_last_stage_too(name: str, num_ranks: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "line", "num_ranks"), [
-    ("zbv", GPT_LINE, 2), ("dualpipev", GPT_LINE, 2),
-    pytest.param("zbv", MLP_LINE, 2, marks=pytest.mark.slow), pytest.param("dualpipev", MLP_LINE, 2, marks=pytest.mark.slow),
-    pytest.param("zbv", [*GPT_LINE, "model.num_layers=6"], 3, marks=pytest.mark.slow),
-    pytest.param("dualpipev", [*GPT_LINE, "model.num_layers=6"], 3, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_stages_in_a_v_compute_what_one_process_does(name: str, line: list[str], num_ranks: int, tmp_path: Path) -> None:
-    count = f"launch.nproc_per_node={num_ranks}"
-    cut = finished(*line, *MANY, "parallel=pipeline", f"parallel.schedule={name}", count, root=tmp_path / "runs")
-    assert "cannot run" not in cut.output
-    assert_close(cut, once(*line, *MANY))
-
-
-@pytest.mark.slow
-def test_pipelines_in_a_v_stand_side_by_side(tmp_path: Path) -> None:
-    mesh = [
-        "parallel=ddp+pp", "parallel.replicate=2", "parallel.pipeline=2", "parallel.schedule=zbv", "launch.nproc_per_node=4",
-    ]  # fmt: skip
-    assert_close(finished(*GPT_LINE, *MANY, *mesh, root=tmp_path / "runs"), once(*GPT_LINE, *MANY))
-
-
-@pytest.mark.slow
-def test_too_few_micro_batches_run_in_another_order_which_is_said(tmp_path: Path) -> None:
-    line = [*GPT_LINE, "parallel=pipeline", "parallel.schedule=dualpipev", *TWO]
-    cut = finished(*line, root=tmp_path / "runs")
-    assert "WARNING: parallel.schedule: dualpipev cannot run 3 micro-batches in a pass, so ZBVZeroBubble is used" in cut.output
-    assert_close(cut, once(*GPT_LINE))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", V)
 def test_a_killed_run_goes_on_with_the_same_bits_and_under_another_strategy(name: str, tmp_path: Path) -> None:
     line = [*GPT_LINE, *MANY, "checkpoint.every=2"]
-    cut = [*line, "parallel=pipeline", f"parallel.schedule={name}", *TWO]
-    assert command(*cut, root=tmp_path / "cut", before=after_step(5, crash)).code < 0
-    resumed, whole = finished(*cut, root=tmp_path / "cut"), finished(*cut, root=tmp_path / "whole")
-    assert_same_bits(resumed, whole)
+    cut = [*line, *scheduled(name)]
+    assert_survives_a_kill(*cut, at=5, root=tmp_path)
     stopped = preempted(*cut, at=4, root=tmp_path / "stopped")
-    for other in (["parallel=fsdp", *TWO], ["parallel=pipeline", "parallel.schedule=interleaved", *TWO]):
+    for other in (["parallel=fsdp", *TWO], scheduled("interleaved")):
         run = finished(*line, *other, f"run.resume={stopped.directory}", root=tmp_path / other[1].partition("=")[2])
         assert_close(run, once(*GPT_LINE, *MANY))

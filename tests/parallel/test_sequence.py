@@ -12,16 +12,10 @@ from framework.parallel.sequence import applies, sequence_problems
 from framework.parallel.tensor import styles_of
 from models.gpt import GPT
 from models.vit import ViT
-from tests.harness import Ended, Says, assert_close, finished, once
-from tests.test_conformance import MODELS, OPTIMIZERS, RUN
+from tests.harness import Says, assert_close, finished, once
+from tests.test_conformance import MODELS, RUN, TOKENS
 
 LINE = [*RUN, *MODELS["gpt, tied"], "dataset.seq_len=12"]
-MESHES = {"tensor 2": ["parallel=tensor", "launch.nproc_per_node=2"], "tensor 4": ["parallel=tensor", "launch.nproc_per_node=4"],
-          "fsdp+tp 2x2": ["parallel=fsdp+tp", "launch.nproc_per_node=4"]}  # fmt: skip
-
-
-def one() -> Ended:
-    return once(*LINE, *OPTIMIZERS["adamw"])
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,27 +41,21 @@ def planned(*, vocab_size: int, seq_len: int) -> nn.Module:
     return Planned(LlamaConfig(vocab_size=vocab_size, max_position_embeddings=seq_len, **sizes))
 
 
-@pytest.mark.slow
-def test_a_module_may_get_the_hidden_state_by_name(tmp_path: Path) -> None:
-    tokens = [word for word in MODELS["gpt, tied"] if not word.startswith("model")]
-    line = [*RUN, *tokens, "dataset.seq_len=13", "model=gpt", "model._target_=tests.parallel.test_sequence.planned"]
-    ended = finished(*line, *MESHES["tensor 2"], "parallel.sequence=true", root=tmp_path / "two")
-    assert_close(ended, finished(*line, root=tmp_path / "one"))
+CASES = {
+    "a module gets the hidden state by name": (2, [*RUN, *TOKENS, "model=gpt", "model._target_=tests.parallel.test_sequence.planned"]),
+    "one block is the first and the last": (2, [*LINE, "model.num_layers=1"]),
+    # the 13 tokens of tests/test_conformance.py have no equal parts either
+    "one token": (2, [*LINE, "dataset.seq_len=1", "trainer.max_steps=5"]),
+    "four processes have 2, 2, 1 and no tokens": (4, [*LINE, "dataset.seq_len=5", "trainer.max_steps=5"]),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_one_block_is_the_first_and_the_last(tmp_path: Path) -> None:
-    line = [*LINE, "model.num_layers=1", *MESHES["tensor 2"], "parallel.sequence=true"]
-    assert_close(finished(*line, root=tmp_path / "runs"), once(*LINE, "model.num_layers=1"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_tokens", "mesh"), [(1, "tensor 2"), (5, "tensor 4")])
-def test_the_parts_of_a_sample_may_differ(num_tokens: int, mesh: str, tmp_path: Path) -> None:
-    """Of 5 tokens four processes have 2, 2, 1 and none. The 13 tokens of tests/test_conformance.py have no equal parts either."""
-    line = [*LINE, f"dataset.seq_len={num_tokens}", "trainer.max_steps=5"]
-    run = finished(*line, *MESHES[mesh], "parallel.sequence=true", root=tmp_path / "runs")
-    assert_close(run, finished(*line, root=tmp_path / "one"))
+@pytest.mark.parametrize("case", CASES)
+def test_it_computes_what_one_process_does(case: str, tmp_path: Path) -> None:
+    ranks, line = CASES[case]
+    two = ["parallel=tensor", f"launch.nproc_per_node={ranks}", "parallel.sequence=true"]
+    assert_close(finished(*line, *two, root=tmp_path / "runs"), once(*line))
 
 
 def model(name: str, **options: Any) -> nn.Module:

@@ -13,17 +13,13 @@ from torch import Tensor
 
 from framework.engine.forward import Forward
 from models.gpt import Block
-from tests.harness import Ended, assert_close, assert_same_bits, before_each, finished, once
+from tests.harness import assert_close, assert_same_bits, before_each, finished, once
 
 LINE = ["precision=fp64", "global_batch_size=16", "micro_batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=3",
         "trainer.log_every=1", "trainer.eval_every=null", "dataset=synthetic", "dataset.num_train=66", "dataset.kind=tokens",
         "task=language_modeling", "dataset.seq_len=13", "dataset.vocab_size=16", "model=gpt", "model.dim=64", "model.num_layers=4",
         "model.num_heads=4", "checkpoint.every=null", "rehearse=false"]  # fmt: skip
 TWO = ["parallel=fsdp", "launch.nproc_per_node=2"]
-
-
-def one_process() -> Ended:
-    return once(*LINE)
 
 
 def held_bytes() -> int:
@@ -57,9 +53,9 @@ def test_gradients_reduced_in_each_micro_batch_are_the_same_and_shards(strategy:
     held = {}
     for name, more in (("step", []), ("micro_batch", ["parallel.reduce_every=micro_batch"])):
         run = finished(*line, *more, root=tmp_path / name, before=noting_memory(tmp_path / f"{name}.txt"))
-        assert_close(run, one_process())
+        assert_close(run, once(*LINE))
         held[name] = list(map(int, (tmp_path / f"{name}.txt").read_text().split()))[1]  # after the first micro-batch
-    weights = sum(tensor.numel() * 8 for tensor in one_process().weights.values())
+    weights = sum(tensor.numel() * 8 for tensor in once(*LINE).weights.values())
     # all gradients whole, or only the half that this process keeps
     assert held["step"] - held["micro_batch"] == pytest.approx(weights / 2, rel=0.15), (held, weights)
 
@@ -67,21 +63,17 @@ def test_gradients_reduced_in_each_micro_batch_are_the_same_and_shards(strategy:
 def noting_gathers(file: Path) -> Callable[[], None]:
     """Return what lets rank 0 note its gathers and the forwards of the blocks, in their order."""
 
-    def note() -> None:
-        def noted(plain: Callable[..., Any], word: str) -> Callable[..., Any]:
-            def call(*given: Any, **more: Any) -> Any:
-                if dist.get_rank() == 0 and torch.is_grad_enabled() | (word == "gather"):
-                    with file.open("a") as lines:
-                        lines.write(f"{word}\n")
-                return plain(*given, **more)
+    def note(word: str) -> None:
+        if dist.get_rank() == 0 and torch.is_grad_enabled() | (word == "gather"):
+            with file.open("a") as lines:
+                lines.write(f"{word}\n")
 
-            return call
-
+    def plant() -> None:
         for name in {"all_gather_single", "all_gather_into_tensor"} & set(dir(dist)):  # FSDP's, by release of torch
-            setattr(dist, name, noted(getattr(dist, name), "gather"))
-        Block.forward = noted(Block.forward, "block")
+            before_each(dist, name, lambda *_, **__: note("gather"))
+        before_each(Block, "forward", lambda *_, **__: note("block"))
 
-    return note
+    return plant
 
 
 @pytest.mark.slow

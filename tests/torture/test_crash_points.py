@@ -14,7 +14,7 @@ import pytest
 from framework.checkpoint import format
 from framework.checkpoint.store import CheckpointStore
 from framework.runtime.environment import Environment
-from tests.harness import Ended, assert_same_bits, command, finished, once
+from tests.harness import assert_same_bits, command, finished, once
 from tests.test_resume import RUN, STRATEGIES, crash, preempted
 from tests.torture.test_retention import valid_steps
 
@@ -91,10 +91,6 @@ class Points:
         Path.write_text = written
 
 
-def whole() -> Ended:
-    return once(*LINE)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -117,5 +113,5 @@ def test_killed_at_every_point_of_a_save(mode: str, rank: int, tmp_path: Path) -
         killed = command(*line, root=root, before=points.plant)
         assert killed.code == -signal.SIGKILL and (tmp_path / "struck").read_text() == name, (name, killed.output)
         assert valid_steps(killed.directory / "checkpoints"), f"none is left at point {number}, {name}"
-        assert_same_bits(finished(*line, root=root), whole())
+        assert_same_bits(finished(*line, root=root), once(*LINE))
         shutil.rmtree(root)

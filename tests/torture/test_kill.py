@@ -1,6 +1,7 @@
 """Hundreds of kill -9, each followed by the same command: the run ends with the bits it would have had."""
 
 import gc
+import itertools
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ import pytest
 from framework.checkpoint.store import CheckpointStore
 from framework.runtime.environment import Environment
 from framework.training.loop import Trainer
-from tests.harness import assert_same_bits, command, exact_rows, finished
+from tests.harness import after_each, around, assert_same_bits, before_each, command, exact_rows, finished
 from tests.test_any_to_any import RUN as FROZEN_GPT
 from tests.test_any_to_any import STRATEGIES as STRATEGIES_OF_ALL
 from tests.test_any_to_any import line as line_of
@@ -61,57 +62,58 @@ class Kill:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _plant_after_steps(self) -> None:
-        original, done = Trainer.train_step, [0]
+        done = itertools.count(1)
 
-        def train_step(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-            result = original(trainer, *args, **kwargs)
-            done[0] += 1
-            if done[0] == self.after and Environment.read().rank == self.rank:
+        def count(*_: Any, **__: Any) -> None:
+            if next(done) == self.after and Environment.read().rank == self.rank:
                 self._strike()
-            return result
 
-        Trainer.train_step = train_step
+        after_each(Trainer, "train_step", count)
 
     def _plant_in_save(self) -> None:
         """Strike at the n-th call inside the attempt's saves that reads, flushes, renames or deletes a file."""
-        save, calls, is_saving = CheckpointStore.save, [0], [False]
+        calls, is_saving = itertools.count(), [False]
 
-        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if is_saving[0] and Environment.read().rank == self.rank:
-                    if calls[0] == self.after:
-                        self._strike()
-                    calls[0] += 1
-                return function(*args, **kwargs)
+        def count(*_: Any, **__: Any) -> None:
+            if is_saving[0] and Environment.read().rank == self.rank and next(calls) == self.after:
+                self._strike()
 
-            return call
-
-        def watched(store: CheckpointStore, *args: Any, **kwargs: Any) -> Any:
+        def watched(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             is_saving[0] = True
             try:
-                return save(store, *args, **kwargs)
+                return save(*args, **kwargs)
             finally:
                 is_saving[0] = False
 
-        CheckpointStore.save = watched
+        around(CheckpointStore, "save", watched)
         for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (shutil, "rmtree")):
-            setattr(module, name, counted(getattr(module, name)))
+            before_each(module, name, count)
+
+
+def drawn() -> random.Random:
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")  # shown if the test fails: put it above to repeat
+    return random.Random(seed)
+
+
+def is_killed(*line: str, number: int, num_ranks: int, rng: random.Random, root: Path) -> bool:
+    """Give a command that is killed; or it was over before."""
+    kill = Kill.draw(rng, number=number, num_ranks=num_ranks)
+    ended = command(*line, root=root, before=kill.plant)
+    assert ended.code in (0, 1, -signal.SIGKILL), f"{kill}\n{ended.output}"
+    return ended.code != 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["single", "ddp 2", "fsdp 2"])
 def test_twenty_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}")  # shown if the test fails: put it above to repeat
-    rng = random.Random(seed)
+    rng = drawn()
     line = [*LONG, *STRATEGIES[strategy], "launch.max_restarts=0"]
     num_ranks = 1 if strategy == "single" else 2
     whole = finished(*line, root=tmp_path / "whole")
     for number in range(NUM_KILLS):
-        kill = Kill.draw(rng, number=number, num_ranks=num_ranks)
-        killed = command(*line, root=tmp_path / "killed", before=kill.plant)
-        assert killed.code in (1, -signal.SIGKILL), f"{kill} did not strike\n{killed.output}"
+        assert is_killed(*line, number=number, num_ranks=num_ranks, rng=rng, root=tmp_path / "killed"), number
     ended = finished(*line, root=tmp_path / "killed")
     assert_same_bits(ended, whole)
     assert ended.summary["restarts"] >= 1
@@ -126,18 +128,13 @@ EVERY = [*FROZEN_GPT, "trainer.max_steps=150", "trainer.eval_every=9", "checkpoi
 @pytest.mark.parametrize("strategy", [*STRATEGIES_OF_ALL, *NOT_EQUAL])
 def test_twenty_kills_under_every_strategy_change_no_bit(strategy: str, tmp_path: Path) -> None:
     """With saves beside the steps, an average of the weights, frozen and tied ones, and a logger."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = drawn()
     how = [*line_of(strategy), *(["parallel.sync_every=3"] if strategy in NOT_EQUAL else [])]
     num_ranks = int(how[1].partition("=")[2])
     whole = finished(*EVERY, *how, root=tmp_path / "whole", timeout_s=600)
     num_struck = 0
     for number in range(NUM_KILLS):
-        kill = Kill.draw(rng, number=number, num_ranks=num_ranks)
-        killed = command(*EVERY, *how, root=tmp_path / "killed", before=kill.plant)
-        assert killed.code in (0, 1, -signal.SIGKILL), f"{kill}\n{killed.output}"
-        num_struck += killed.code != 0  # else the run was over before
+        num_struck += is_killed(*EVERY, *how, number=number, num_ranks=num_ranks, rng=rng, root=tmp_path / "killed")
     ended = finished(*EVERY, *how, root=tmp_path / "killed", timeout_s=600)
     assert num_struck >= NUM_KILLS // 4 and ended.summary["restarts"] >= num_struck // 2  # some strike before the first record
     assert_same_bits(ended, whole)
@@ -150,19 +147,14 @@ BITWISE = [*LONG, "parallel=ddp", "invariance=bitwise", "micro_batch_size=4"]
 @pytest.mark.timeout(1800)
 def test_fifty_kills_and_any_number_of_processes_change_no_bit(tmp_path: Path) -> None:
     """Each attempt has one to four processes, and writes its checkpoints beside the steps or between them."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = drawn()
     line = [*BITWISE, "trainer.max_epochs=80", "trainer.eval_every=40", "checkpoint.every=2", "launch.max_restarts=0"]
     whole = finished(*line, root=tmp_path / "whole", timeout_s=900)
     num_struck = 0
     for number in range(NUM_KILLS_ACROSS):
         num_ranks = rng.randrange(1, 5)
         how = [f"launch.nproc_per_node={num_ranks}", f"checkpoint.async_save={rng.choice(['true', 'false'])}"]
-        kill = Kill.draw(rng, number=number, num_ranks=num_ranks)
-        killed = command(*line, *how, root=tmp_path / "killed", before=kill.plant)
-        assert killed.code in (0, 1, -signal.SIGKILL), f"{kill}\n{killed.output}"
-        num_struck += killed.code != 0
+        num_struck += is_killed(*line, *how, number=number, num_ranks=num_ranks, rng=rng, root=tmp_path / "killed")
     ended = finished(*line, root=tmp_path / "killed", timeout_s=900)
     print(f"{num_struck} kills")
     assert num_struck == NUM_KILLS_ACROSS, "it was finished before all of them"

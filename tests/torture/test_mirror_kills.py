@@ -1,7 +1,7 @@
 """A kill -9 at any request to the store, and a directory that is lost half of the times: no bit changes, no checkpoint is lost."""
 
+import itertools
 import os
-import random
 import shutil
 import signal
 import time
@@ -15,9 +15,9 @@ import framework.launch.mirrored
 from framework.checkpoint.manifest import directory_name
 from framework.runtime.objects import Objects
 from framework.training.loop import Trainer
-from tests.harness import assert_same_bits, command, finished
+from tests.harness import around, assert_same_bits, before_each, command, finished
 from tests.test_mirror import steps
-from tests.torture.test_kill import LONG
+from tests.torture.test_kill import LONG, drawn
 
 NUM_KILLS = 20
 REQUESTS = ("listing", "read", "write", "create", "put", "get", "remove")
@@ -28,27 +28,19 @@ def strike_at(request: int, *, is_done: bool) -> Callable[[], None]:
 
     def plant() -> None:
         framework.launch.mirrored._POLL_S = 0.02
-        calls, command_pid, step = [0], os.getpid(), Trainer.train_step
+        calls, command_pid = itertools.count(1), os.getpid()
 
-        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                calls[0] += 1
-                if calls[0] >= request:
-                    if is_done:
-                        function(*args, **kwargs)
-                    os.kill(command_pid, signal.SIGKILL)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **kwargs)
+        def count(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if next(calls) >= request:
+                if is_done:
+                    function(*args, **kwargs)
+                os.kill(command_pid, signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
 
-            return call
-
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(0.02)
-            return step(*args, **kwargs)
-
-        Trainer.train_step = train_step
+        before_each(Trainer, "train_step", lambda *_, **__: time.sleep(0.02))
         for name in REQUESTS:
-            setattr(Objects, name, counted(getattr(Objects, name)))
+            around(Objects, name, count)
 
     return plant
 
@@ -56,9 +48,7 @@ def strike_at(request: int, *, is_done: bool) -> Callable[[], None]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_at_any_request_change_no_bit(store: str, tmp_path: Path) -> None:
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}")  # shown if the test fails: put it above to repeat
-    rng = random.Random(seed)
+    rng = drawn()
     line = [*LONG, f"run.mirror={store}"]
     whole = finished(*LONG, root=tmp_path / "whole")
     newest = 0

@@ -19,10 +19,6 @@ TWO = [*RUN, "parallel=ddp", "launch.nproc_per_node=2"]
 LONG = [*TWO, "trainer.max_epochs=40", "checkpoint.every=20", "trainer.log_every=5", "launch.timeout_s=8"]
 
 
-def one() -> Ended:
-    return once(*LONG)
-
-
 def step_of(root: Path) -> int:
     rows = [path.read_text().count('"split": "train"') for path in root.glob("*/*/metrics.jsonl")]
     return 5 * sum(rows)
@@ -54,7 +50,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     output, _ = running.communicate(timeout=120)
     ended = Ended(running.returncode, output, tmp_path / "runs")
     assert ended.code == 0, output
-    assert_same_bits(ended, one())
+    assert_same_bits(ended, once(*LONG))
     assert 0 < ended.summary["wall_s"] < 600 and all(row.get("step_s", 1) > 0 for row in ended.rows)
 
 
@@ -74,7 +70,7 @@ def test_a_run_that_is_suspended_for_longer_than_its_time_out_goes_on(num_ranks:
     ended = end(running, root=tmp_path)
     assert ended.code == 0, ended.output
     if num_ranks == 2:
-        assert_same_bits(ended, one())
+        assert_same_bits(ended, once(*LONG))
     assert "hangs" not in ended.output
 
 
@@ -111,7 +107,7 @@ def test_the_kernel_that_kills_a_rank_for_memory_costs_a_restart(cgroup: Path, t
     counts = [path.read_text() for name in ("memory.events", "memory.oom_control") if (path := cgroup / name).exists()]
     assert "oom_kill 1\n" in counts[0], "it was the kernel"
     assert ended.summary["restarts"] == 1
-    assert_same_bits(ended, one())
+    assert_same_bits(ended, once(*LONG))
 
 
 @pytest.mark.slow
