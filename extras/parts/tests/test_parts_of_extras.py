@@ -19,9 +19,9 @@ from framework.checkpoint.manifest import step_of
 from framework.data.loader import Loader
 from framework.data.order import Order
 from framework.engine.seam import Step
-from tests.harness import assert_close, checked, finished, once, refused
+from tests.harness import assert_close, checked, finished, model_of, once, refused
 from tests.test_conformance import MODELS, RUN
-from tests.test_parts import GPT, checked_weights
+from tests.test_parts import GPT
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_frozen_groups_do_not_move_before_their_turn(tmp_path: Path) -> None:
     line = [*GPT, "part=unfreeze", "part.unfreeze.groups=[[layers.1.*],[layers.0.*]]", "part.unfreeze.every=2",
             "optimizer.weight_decay=0.5", "checkpoint.every=1", "checkpoint.keep_last=99"]  # fmt: skip
     ended = finished(*line, root=tmp_path / "runs")
-    start = checked_weights(line)
+    start = model_of(ended).double().state_dict()
     moved: dict[str, int] = {}
     for folder in sorted((ended.directory / "checkpoints").iterdir()):
         for file in folder.glob("*.safetensors"):
@@ -177,6 +177,6 @@ def test_a_frozen_layer_stays_where_it_is_whichever_part_comes_first(order: str,
     line = [*RUN, *MODELS["mlp"], f"part=[{order}]", "part.unfreeze.groups=[[layers.*]]", "part.unfreeze.every=9",
             "part.sharpness.radius=0.5", "trainer.max_steps=2", "optimizer=sgd"]  # fmt: skip
     ended = finished(*line, root=tmp_path / "runs")
-    start = checked_weights(line)
+    start = model_of(ended).double().state_dict()
     moved = {name for name, weights in ended.weights.items() if not weights.double().equal(start[name])}
     assert moved == {"head.weight", "head.bias"}
