@@ -44,9 +44,9 @@ def identity(config: Mapping[str, Any]) -> str:
     """
     kept = {name: _as_read(name, value) for name, value in (_DEFAULTS | dict(config)).items() if name not in EXECUTION}
     kept = _without(kept, execution_keys(config))
-    return digest_of(
-        {name: _canonical(value, is_ordered=name in _ORDERED, own=OWN.get(name, ())) for name, value in kept.items()}
-    )[:12]
+    for name, value in kept.items():
+        kept[name] = _canonical(value, is_ordered=name in _ORDERED, own=OWN.get(name, ()))
+    return digest_of(kept)[:12]
 
 
 def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -50,9 +50,11 @@ def read_history(path: Path, *, monitor: str, mode: str, most: int, aside: Conta
                 continue
             kind = (row["split"], *row)
             if kind not in of_rows:
-                names = {name: f"{row['split']}/{name}" for name in row if is_curve(name) or name in aside}
-                new = {path: Series(is_maximised(path, monitor=monitor, mode=mode)) for path in names.values()}
-                of_rows[kind] = [(name, found.setdefault(path, new[path])) for name, path in names.items()]
+                of_rows[kind] = []
+                for name in (name for name in row if is_curve(name) or name in aside):
+                    key = f"{row['split']}/{name}"
+                    series = found.setdefault(key, Series(is_maximised(key, monitor=monitor, mode=mode)))
+                    of_rows[kind].append((name, series))
             for name, series in of_rows[kind]:
                 series.add(row["step"], number(row[name]), is_kept=not is_train or seen % every == 0 or seen == num_train)
     return found
