@@ -125,7 +125,7 @@ class Cluster:
     def finished(self, *nodes: Node) -> Ended:
         """Let the run go on at full speed to its end, on these nodes, or on all."""
         self.finish()
-        return self.ended(*nodes)[0]
+        return self.ended(*nodes, timeout_s=150.0)[0]  # no deadline: four tests may share two cores
 
     def ended(self, *nodes: Node, code: int = 0, timeout_s: float = 60.0) -> list[Ended]:
         """Wait for these nodes, or all of them, to end with this code."""
