@@ -48,8 +48,8 @@ def start_in_thread(work: Callable[[], Outcome], *, name: str, daemon: bool) -> 
 
 
 @contextmanager
-def repeating(act: Callable[[], object], *, every_s: float, name: str) -> Iterator[None]:
-    """Let a thread call `act` again and again as long as the context lasts, and at most two periods longer."""
+def repeating(act: Callable[[], object], *, every_s: float, name: str, ends_within_s: float | None = None) -> Iterator[None]:
+    """Let a thread call `act` again and again as long as the context lasts; wait for its last call at most `ends_within_s`."""
     is_over = threading.Event()
 
     def run() -> None:
@@ -62,7 +62,7 @@ def repeating(act: Callable[[], object], *, every_s: float, name: str) -> Iterat
         yield
     finally:
         is_over.set()
-        thread.join(2 * every_s)  # a disk may not answer
+        thread.join(ends_within_s)
 
 
 def in_new_thread(work: Callable[[], Outcome]) -> Outcome:

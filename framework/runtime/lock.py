@@ -94,8 +94,9 @@ class Lock:
             raise
         self._descriptor = descriptor
         self._write(self.token)
-        numbers = itertools.count(1)
-        self._beats.enter_context(repeating(lambda: self._renew(next(numbers)), every_s=_BEAT_S, name="lock"))
+        numbers, limit_s = itertools.count(1), 2 * _BEAT_S  # the disk may not answer
+        beats = repeating(lambda: self._renew(next(numbers)), every_s=_BEAT_S, name="lock", ends_within_s=limit_s)
+        self._beats.enter_context(beats)
 
     def _watch_holder(self) -> None:
         """Wait until the holder that the file names has ended. Raise RunLocked if it lives, although its lock is free."""

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,21 @@ def test_a_lock_that_a_living_process_has_is_refused_at_once_and_a_released_one_
         Claim(tmp_path, first.token).require()
     Claim(tmp_path, second.token).require()
     second.release()
+
+
+def test_a_lock_is_released_although_its_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, asked, answered = Lock(tmp_path), threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        asked.set()
+        answered.wait(60.0)
+
+    monkeypatch.setattr(Lock, "_renew", wait)
+    lock.take()
+    assert asked.wait(30.0)
+    assert seconds_of(lock.release) < 30 and not answered.is_set()
+    assert not lock.is_held
+    answered.set()
 
 
 def test_where_the_kernels_lock_holds_nothing_a_holder_that_renews_its_token_is_believed(
