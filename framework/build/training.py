@@ -140,7 +140,8 @@ class Builder:
         config, precision = self.config, self.precision
         set_numerics(matmul=precision.matmul, deterministic=config.is_deterministic and self.world.device.type == "cuda")
         forward = self.forward()
-        replace_sync(module)
+        if config.trainer.sync_batchnorm or self.world.world_size == 1:  # else torch's own synchronises, with rehearse=false
+            replace_sync(module)
         give_example(module, partial(example_inputs, self.dataset, self._train_samples, dtype=precision.parameters))
         change_model(module, config.trainer, task=self.task, linear=precision.linear, world=self.world, run=config.run)
         links = chain_of(module)
