@@ -8,6 +8,7 @@ from annotated_types import Ge
 from framework.config.compose import compose_line
 from framework.config.folders import options
 from framework.config.identity import INEXACT, identity
+from framework.config.schema import RunConfig
 from framework.parallel.layout import Options
 from framework.parallel.parallelize import exact_options
 from tests.test_conformance import NOT_EQUAL
@@ -91,6 +92,8 @@ def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, A
     ({"metric": {}}, {}),
     (node(_convert_="all", act=OWN | {"_convert_": "partial"}), node(act=OWN)),
     (node(init_from=None, parts=None), node()),
+    (RunConfig.model_construct().model_dump(), {}),
+    ({"trainer": {"max_epochs": 1, "clip_grad_norm": None}}, {"trainer": {"max_epochs": 1}}),
     ({"model": STACK | {"a": 1, "rate": 2, "parts": {"blocks": "x"}}}, {"model": {"parts": {"blocks": "y"}, "rate": 2.0} | STACK | {"a": 1}}),
 ])  # fmt: skip
 def test_two_configurations_are_one_run(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from framework.checkpoint.manifest import read_state
@@ -20,11 +21,22 @@ from framework.config.targets import component
 from framework.modules.structure import in_eval_mode
 from framework.optim import optimizers, schedules
 from framework.optim.optimizers import Muon, Trainable, adamw, hidden_matrices, muon, orthogonalised, sgd, trainable
-from framework.optim.precision import PRECISIONS, LossScale
+from framework.optim.precision import PRECISIONS, LossScale, with_bf16_states
 from framework.optim.update import AveragedWeights, Update
 from framework.runtime.exits import Diverged
 from framework.training.loop import Trainer
-from tests.harness import Counting, Ended, around, assert_close, assert_same_bits, before_each, command, finished, once
+from tests.harness import (
+    Counting,
+    Ended,
+    around,
+    assert_close,
+    assert_same_bits,
+    before_each,
+    command,
+    files_below,
+    finished,
+    once,
+)
 from tests.test_resume import after_step, preempt, preempted
 
 # --- optimizers under strategies, in float64; matrices of odd sizes, so that no shard is even
@@ -64,6 +76,39 @@ def test_an_optimizer_continues_from_shards_on_one_process(tmp_path: Path) -> No
     line = [*RUN, *OPTIMIZERS["muon"]]
     begun = preempted(*line, *SHARDED, at=5, root=tmp_path / "first")
     assert_close(finished(*line, f"run.resume={begun.directory}", root=tmp_path / "second"), once(*RUN, *OPTIMIZERS["muon"]))
+
+
+def test_states_in_bf16_are_the_same_on_shards_and_after_a_stop(tmp_path: Path) -> None:
+    line = [*RUN, *OPTIMIZERS["muon"], "precision.optimizer_state=bf16"]
+    begun = preempted(*line, *SHARDED, at=5, root=tmp_path / "runs")
+    stored = {name: value for file in files_below(begun.directory, "shard*") for name, value in load_file(file).items()}
+    states = [value for name, value in stored.items() if name.startswith("optimizer/") and value.ndim]
+    assert {value.dtype for value in states} == {torch.bfloat16}
+    assert_close(finished(*line, root=tmp_path / "runs"), once(*line))
+
+
+def adagrad(trained: list[Trainable]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad([item.parameter for item in trained], lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adagrad"])
+def test_between_steps_states_are_in_bf16_and_a_step_computes_in_the_type_of_the_parameters(name: str) -> None:
+    of_adamw = partial(adamw, lr=0.1, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.1)
+    build: Any = {"adamw": of_adamw, "muon": made_muon, "adagrad": adagrad}[name]
+    ours, theirs = model(), model()
+    theirs.load_state_dict(ours.state_dict())
+    held, plain = with_bf16_states(build)(trained(ours)), build(trained(theirs))
+    for _ in range(3):
+        for one, two in zip(ours.parameters(), theirs.parameters()):
+            one.grad, two.grad = (gradient := torch.randn(one.shape)), gradient.clone()
+        held.step()
+        plain.step()
+        for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(one, two)
+            for name, value in plain.state[two].items():
+                rounded = value.bfloat16() if value.ndim else value
+                assert held.state[one][name].dtype == rounded.dtype and torch.equal(held.state[one][name], rounded)
+                value.copy_(rounded)
 
 
 # --- parameter groups

@@ -36,7 +36,7 @@ from framework.modules.parts import chain_of, repeated
 from framework.modules.trace import give_example
 from framework.optim import update as updates
 from framework.optim.optimizers import Trainable, hidden_matrices, trainable
-from framework.optim.precision import PRECISIONS
+from framework.optim.precision import PRECISIONS, with_bf16_states
 from framework.optim.turns import turns_of
 from framework.optim.update import Average, AveragedWeights, Update
 from framework.parallel.first_weights import put_aside
@@ -269,8 +269,8 @@ class Builder:
         return LoopParts(parts, loop, blame=blame)
 
     def update(self, engine: Engine, trained: list[Trainable], *, total_steps: int, order: Order) -> Update:
-        config = self.config
-        optimizer = engine.optimizer(components.optimizer_builder(config.optimizer), trained)
+        config, build = self.config, components.optimizer_builder(self.config.optimizer)
+        optimizer = engine.optimizer(with_bf16_states(build) if config.precision.optimizer_state else build, trained)
         settings, changes = config.trainer, list[updates.ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
             changes.append(updates.ClipValues(trained, max_value=settings.clip_grad_value))

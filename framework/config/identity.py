@@ -37,13 +37,14 @@ INEXACT = ("hook", "param_dtype", "reduce_dtype", "send_dtype")
 def identity(config: Mapping[str, Any]) -> str:
     """Return the run's id: 12 hexadecimal digits, a hash of all keys that decide what is computed.
 
-    The framework's own sections count as their types read them. In a component's node, {}, null and a missing key differ, and 1
+    Of the framework's own sections, what is not the default counts, as their types read it: a key that a later version adds
+    changes no id. In a component's node, {}, null and a missing key differ, and 1
     differs from 1.0, except for an argument that the target's source annotates as `float`. The order of a mapping counts, and
     that of what a target takes as `**kwargs`; that of its other arguments does not. The files of `model.init_from` count by
     their content, not by their paths.
     """
-    kept = {name: _as_read(name, value) for name, value in (_DEFAULTS | dict(config)).items() if name not in EXECUTION}
-    kept = _without(kept, execution_keys(config))
+    read = {name: _as_read(name, value) for name, value in config.items() if name not in EXECUTION}
+    kept = _without({name: value for name, value in read.items() if value != _DEFAULTS.get(name, ...)}, execution_keys(config))
     for name, value in kept.items():
         kept[name] = _canonical(value, is_ordered=name in _ORDERED, own=OWN.get(name, ()))
     return digest_of(kept)[:12]
@@ -89,11 +90,12 @@ def _is_own(node: Mapping[str, Any]) -> bool:
 # What acts in the order that is given: parts, turns, and whatever a component gets as a mapping.
 _ORDERED = (*COMPONENTS, "part")
 _OF_SECTIONS = {"dataset": lambda node: ("source",) if _is_own(node) else (), "parallel": _of_strategy, "trainer": _of_trainer}
-_DEFAULTS = {name: field.get_default() for name, field in RunConfig.model_fields.items() if not field.is_required()}
+_DEFAULTS = {name: {} if section_of(field.annotation) else field.get_default()
+             for name, field in RunConfig.model_fields.items() if not field.is_required()}  # fmt: skip
 
 
 def _as_read(name: str, value: Any) -> Any:
-    """Return a section as its types read it: with defaults, and with numbers of the annotated types."""
+    """Return a section as its types read it: without defaults, and with numbers of the annotated types."""
     if isinstance(value, dict) and name in OWN:  # the framework's keys: null is none
         value = {key: item for key, item in value.items() if item is not None or key not in OWN[name]}
     if name == "micro_batch_size" and value == "auto":  # like null, it decides nothing
@@ -102,7 +104,7 @@ def _as_read(name: str, value: Any) -> Any:
         value["init_from"] = init_identity(value["init_from"])
     section = section_of(RunConfig.model_fields[name].annotation) if name in RunConfig.model_fields else None
     try:
-        return value if section is None else section.model_validate(value).model_dump()
+        return value if section is None else section.model_validate(value).model_dump(exclude_defaults=True)
     except ValidationError:  # the preflight refuses it
         return value
 

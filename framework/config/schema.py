@@ -85,6 +85,9 @@ class BackendSection(Section):
 
 class PrecisionSection(Section):
     name: Literal["fp32", "bf16", "float8", "fp16", "tf32", "fp64"] = setting("fp32", "the format of the computation")
+    optimizer_state: Literal["bf16"] | None = setting(
+        None, "bf16 = half the memory for what the optimizer keeps between steps; null = the type of the parameters"
+    )
 
 
 def _with_value_of(other: Node, node: Node, path: list[str]) -> Node:

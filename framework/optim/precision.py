@@ -1,17 +1,18 @@
-"""Precisions by name: the dtypes of the parameters and of the forward pass, and the loss scale of fp16."""
+"""Precisions by name: the dtypes of parameters, forward pass and optimizer state, and the loss scale of fp16."""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from framework.modules.tensors import by_mesh
+from framework.modules.tensors import by_mesh, local
+from framework.optim.optimizers import BuildOptimizer, Trainable
 from framework.runtime.exits import Diverged
-from framework.runtime.torch_internals import multiply_all
+from framework.runtime.torch_internals import copy_all, multiply_all
 
 
 @dataclass(eq=False)
@@ -89,3 +90,32 @@ PRECISIONS = {
     "fp16": Precision(autocast=torch.float16, loss_scale=partial(LossScale, 2.0**16, growth_interval=2000)),
     "fp64": Precision(parameters=torch.float64),
 }
+
+
+def with_bf16_states(build: BuildOptimizer) -> BuildOptimizer:
+    """Return a builder of optimizers that hold what they keep for each element of a parameter in bfloat16 between steps.
+
+    A step computes with these states in the type of the parameter. Then they are rounded to the nearest number, so that an
+    average with a factor near 1 (0.999) may stop changing. Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 3.3.
+    """
+
+    def make(trained: list[Trainable]) -> torch.optim.Optimizer:
+        optimizer = build(trained)
+        optimizer.register_step_pre_hook(lambda optimizer, *_: _convert_states(optimizer, to=None))
+        optimizer.register_step_post_hook(lambda optimizer, *_: _convert_states(optimizer, to=torch.bfloat16))
+        return optimizer
+
+    return make
+
+
+def _convert_states(optimizer: Any, *, to: torch.dtype | None) -> None:
+    """Convert the states with the shape of a parameter: from its type to the type `to`, or back (None)."""
+    old, new = list[Tensor](), list[Tensor]()
+    for parameter, state in optimizer.state.items():
+        source, target = (parameter.dtype, to) if to is not None else (torch.bfloat16, parameter.dtype)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape and value.dtype == source:
+                state[name] = torch.empty_like(value, dtype=target)
+                old.append(local(value))
+                new.append(local(state[name]))
+    copy_all(new, old)
