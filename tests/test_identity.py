@@ -6,7 +6,7 @@ import pytest
 from annotated_types import Ge
 
 from framework.config.compose import compose_line
-from framework.config.folders import options
+from framework.config.folders import ROOT, options
 from framework.config.identity import INEXACT, identity
 from framework.config.schema import RunConfig
 from framework.parallel.layout import Options
@@ -133,3 +133,7 @@ def test_a_strategy_is_part_of_a_run_only_if_it_computes_something_else(strategy
 def test_the_options_that_round_are_those_that_the_rehearsal_turns_off() -> None:
     given = dict.fromkeys(Options.__annotations__, 1)
     assert {name for name, value in exact_options(**given).items() if value is None} == {*INEXACT}
+
+
+def test_the_id_of_the_default_run_is_the_one_that_the_readme_shows() -> None:
+    assert f" runs/default/{compose_line([]).config['run']['id']}\n" in (ROOT / "README.md").read_text()
