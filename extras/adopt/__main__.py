@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     """
     classes = list(itertools.takewhile(lambda word: word[0] not in "-~+" and "=" not in word, arguments))
     if not classes:
-        sys.exit("adopt: needs a model (steadfast adopt MODULE:MODEL [group=option ...] [key=value ...])")
+        _refuse("adopt: needs a model (steadfast adopt MODULE:MODEL [group=option ...] [key=value ...])")
     words = arguments[len(classes) :]
     chosen = [word.removeprefix("parallel=").split(",") for word in words if word.startswith("parallel=")]
     words = [word for word in words if not word.startswith("parallel=")]
@@ -38,12 +38,18 @@ def main(arguments: list[str]) -> int:
     else:
         line = [*map(_adopt, classes), *words]
     if problems := _check([*line, "parallel=single", "launch.nproc_per_node=1", "launch.nnodes=1"]):
-        sys.exit(f"before any strategy:\n{problems}")
+        _refuse(f"before any strategy:\n{problems}")
     print(f"`steadfast {shlex.join(line)}` trains it. Each strategy, on a batch of the data and on two processes:", flush=True)
     for strategy in chosen[-1] if chosen else STRATEGIES:
         problems = _check([*line, f"parallel={strategy}", "launch.nproc_per_node=2"])
         print(f"  {strategy:18}{'not yet:' if problems else 'yes'}", *problems.splitlines(), sep="\n      ", flush=True)
     return 0
+
+
+def _refuse(why: str) -> NoReturn:
+    """End as every command does whose words are wrong."""
+    print(why, file=sys.stderr)
+    sys.exit(78)
 
 
 def _adopt(word: str) -> str:
@@ -53,10 +59,10 @@ def _adopt(word: str) -> str:
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module's own code runs
-        sys.exit(f"adopt: {type(error).__name__}: {error} (MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net)")
+        _refuse(f"adopt: {type(error).__name__}: {error} (MODULE:MODEL, as in mynet:Net or mypackage/net.py:Net)")
     group = next((group for base in getattr(found, "__mro__", ()) if (group := GROUPS.get(base.__name__))), "")
     if not group:
-        sys.exit(f"adopt: {module}.{name} is not a class of torch.nn.Module, LightningModule or LightningDataModule")
+        _refuse(f"adopt: {module}.{name} is not a class of torch.nn.Module, LightningModule or LightningDataModule")
     option = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", name).lower()
     return _written(group, option, _option(found, group))
 
@@ -69,7 +75,7 @@ def _adopt_program(file: Path, overrides: list[str]) -> str:
         name, text, search = experiment_of(file, overrides)
     except Exception as error:  # Hydra's, or of a resolver of the program
         causes = [error, error.__cause__] if error.__cause__ is not None else [error]
-        sys.exit(f"adopt: {file}: {'; '.join(' '.join(str(cause).split()) for cause in causes)}")
+        _refuse(f"adopt: {file}: {'; '.join(' '.join(str(cause).split()) for cause in causes)}")
     choice = _written("experiment", name, text)
     if search:
         print(f"its search is: steadfast {choice} {shlex.join(search)}\n")
