@@ -3,6 +3,8 @@
 - Arrays and tensors in memory, also those that are attributes of the user's dataset: all their bytes. Of numbers with a
   fraction, also a weighted sum and the norm of 16 parts, once as they are and once, of up to a million of them, on a scale
   where small numbers count as large ones do: what a dataset has computed may be rounded differently on another machine.
+- Lists and mappings of numbers and texts in the user's dataset, such as pairs of a path and a label: up to two million entries,
+  of a longer one as many, evenly spaced. The folder that all paths have in common does not count.
 - Tables of Arrow (also those of `datasets`) and pandas in the user's dataset: their columns of numbers, as arrays in memory,
   unless a table has more than 134 million values.
 - Arrays that are mapped from a file: 64 blocks of 64 KiB, evenly spaced from the first to the last.
@@ -11,6 +13,7 @@
   of a stream, its first.
 """
 
+import json
 import os
 import re
 import sys
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 _BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64, 16, 2_000, 8, 1.0
 _DEPTH, _MOST_ARRAYS = 3, 64  # of the objects inside a source whose arrays count, and of their arrays
+_FEW, _MOST_ENTRIES = 16, 1_000_000  # of a list that may hold objects; of a list of numbers and texts
 _MOST_IN_TABLE = 1 << 27  # values
 _HASH = re.compile(r" ?\[?[0-9a-f]{32}.*")  # and the numbers after it
 _TOLERANCE = 1e-5  # of a part's norm
@@ -40,8 +44,10 @@ _MOST_SCALED, _SMALLEST = 1 << 20, 1e-6  # numbers; a smaller one counts as zero
 def fingerprint(source: Source, *, seed: int) -> dict[str, str]:
     """Return the fingerprint of a loaded split, by what it is of. The draws of samples that are fetched depend on the seed."""
     source = getattr(source, "selected_from", source)
-    arrays = islice(_arrays(source, ""), _MOST_ARRAYS)
-    found = {"length": str(len(source))} | {_short(name): _of_array(one) for name, one in arrays}
+    stored = islice(_stored(source, "", {}), _MOST_ARRAYS)
+    found = {"length": str(len(source))} | {
+        _short(name): one if isinstance(one, str) else _of_array(one) for name, one in stored
+    }
     if isinstance(source, Files):
         found |= _of_files(list(source.paths))
     elif hasattr(source, "sample") or len(found) == 1:
@@ -71,8 +77,11 @@ def _rounds_to(before: str, now: str) -> bool:
     return bool((np.abs(numbers[0] - numbers[1]) <= _TOLERANCE * numbers[0][:, 1:] + 1e-30).all())
 
 
-def _arrays(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays and tensors in an object, and in the objects in it, by their attributes' names."""
+def _stored(owner: Any, path: str, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays and tensors in an object, and in the objects in it, by their attributes' names; of a list, a text."""
+    if id(owner) in seen:
+        return
+    seen[id(owner)] = owner
     if isinstance(owner, np.ndarray) or _is_tensor(owner):
         yield path, owner
     elif (columns := _columns(owner)) is not None:
@@ -80,12 +89,38 @@ def _arrays(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
             kind = str(getattr(column, "type", None) or column.dtype)
             if kind.startswith(("int", "uint", "float", "double", "bool")):
                 yield f"{path}.{name}", column.to_numpy()
+    elif isinstance(owner, (list, tuple, dict)) and len(owner) > _FEW and (text := _of_plain(owner)):
+        yield path, text
     elif depth < _DEPTH and not isinstance(owner, type):
         inner: Mapping[Any, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-        if isinstance(owner, (list, tuple)) and len(owner) <= 16:
+        if isinstance(owner, (list, tuple)) and len(owner) <= _FEW:
             inner = dict(enumerate(owner))
         for name, value in inner.items():
-            yield from _arrays(value, f"{path}.{name}".strip("."), depth + 1)
+            yield from _stored(value, f"{path}.{name}".strip("."), seen, depth + 1)
+
+
+def _of_plain(owner: Any) -> str:
+    """Return the number of the entries of a list or a mapping, and their content; "" unless they are numbers and texts."""
+    entries = [*owner.items()] if isinstance(owner, dict) else owner
+    entries = entries[:: max(1, len(entries) // _MOST_ENTRIES)]
+    few = [entries[number] for number in _spread(len(entries), _NUM_BLOCKS)]
+    try:
+        text, of_few = (json.dumps(some, default=_as_plain) for some in (entries, few))
+    except (TypeError, ValueError, RecursionError):
+        return ""
+    paths = [os.path.dirname(leaf) for leaf in map(str, _leaves(json.loads(of_few))) if leaf.startswith("/")]
+    common = json.dumps(os.path.commonpath(paths))[:-1] if paths else ""
+    text = text.replace(common, '"') if common else text
+    return f"{len(owner)} entries {xxh3_128(text.encode()).hexdigest()}"
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a path or a number of numpy as plain data."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(type(value).__name__)
 
 
 def _columns(owner: Any) -> list[tuple[Any, Any]] | None:

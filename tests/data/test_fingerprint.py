@@ -123,6 +123,29 @@ def test_of_a_mapped_file_the_ends_and_blocks_between_are_hashed(tmp_path: Path)
         ids[place] -= 1
 
 
+class Listed(Words):
+    """A dataset of a user that holds a list of its samples' files and labels, as torchvision's ImageFolder does."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__(length=200)
+        self.items = self.imgs = items
+
+
+@pytest.mark.parametrize("pair", [
+    lambda folder, number, label: (f"{folder}/{number % 3}/{number}.png", label),
+    lambda folder, number, label: {"path": Path(folder, str(number)), "label": np.int64(label)},
+    lambda folder, number, label: label / 2,
+], ids=["pairs", "mappings", "labels"])  # fmt: skip
+@pytest.mark.parametrize("kind", [list, tuple, lambda pairs: dict(enumerate(pairs))], ids=["list", "tuple", "dict"])
+def test_of_lists_of_numbers_and_texts_all_entries_count_and_their_folder_does_not(pair: Any, kind: Any) -> None:
+    def found(folder: str = "/data/a", odd: int = -1) -> dict[str, str]:
+        return fingerprint(of(Listed(kind([pair(folder, number, 7 * (number == odd)) for number in range(200)]))), seed=0)
+
+    assert found()["samples.items"].startswith("200 entries ") and "samples.imgs" not in found()
+    assert changes(found(), found("/elsewhere/b"), but_for_rounding=False) == []
+    assert changes(found(), found(odd=101), but_for_rounding=True) == ["samples.items has other content"]
+
+
 def test_of_files_names_sizes_and_contents_count(tmp_path: Path) -> None:
     def source(folder: Path) -> Files:
         return Files([str(path) for path in sorted(folder.iterdir())], np.zeros(3, dtype=np.int64), decode=lambda path: IMAGES)
