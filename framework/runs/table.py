@@ -35,7 +35,7 @@ class TableRow:
         summary = directory.read_summary()
         objective, _ = best_of_monitor(summary)
         state = "failed" if code not in (None, Exit.FINISHED, Exit.PREEMPTED) else state or directory.state
-        error = summary.get("error") or ("" if code is None else f"exit {code}, without a message")
+        error = summary.get("error") or f"{directory.state if code is None else f'exit {code}'}, without a message"
         return cls(run.id, directory, values, state, objective, str(error) if state == "failed" else "", code)
 
     @property

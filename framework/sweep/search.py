@@ -148,8 +148,11 @@ class Search:
     def code(self) -> int:
         """The exit code. It is 0 if any trial has finished, because failures are a part of a search."""
         is_stopped = Exit.PREEMPTED in self._codes or (PREEMPTION.requested and self.num_left > 0)
-        is_won = any(trial.state == TrialState.COMPLETE for trial in self.trials())
-        return Exit.PREEMPTED if is_stopped else Exit.FINISHED if is_won else exit_code(self._codes)
+        states = {trial.state for trial in self.trials()}
+        of_failed = exit_code(self._codes) or (
+            Exit.FAILED if TrialState.FAIL in states else Exit.FINISHED
+        )  # before this command
+        return Exit.PREEMPTED if is_stopped else Exit.FINISHED if TrialState.COMPLETE in states else of_failed
 
 
 @cache  # a check takes 50 ms, and each end of a trial needs all trials

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from framework.sweep.search import Watched
 from framework.training.loop import Trainer
 from tests.harness import Ended, after_each, assert_same_bits, finished, wait_for
 from tests.launch.test_sweep import SHORT, TWO_AT_A_TIME, job, no_process, swept, table
-from tests.test_resume import RUN, after_step
+from tests.test_resume import RUN, after_step, crash
 
 ROOT = Path(__file__).resolve().parents[2]
 # 14 steps, evaluated after every fifth and the last
@@ -105,8 +106,22 @@ def test_a_trial_that_diverges_is_recorded_as_failed_and_the_search_goes_on(tmp_
     assert all("not finite" in row["error"] for row in rows if row["state"] == "failed")
     again = swept(*line, root=tmp_path / "runs", before=no_process)  # a failure is a result
     assert again.code == 0 and again.output.count("running ") == 0
-    diverged = swept(*line[:-2], "optimizer.lr=choice(1e30)", trials(1), root=tmp_path / "diverged")
-    assert diverged.code == 70
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lr", "end", "code", "error"), [("1e30", None, 70, "not finite"), ("1e-3", crash, 137, "killed, without a message")]
+)
+def test_a_search_whose_trials_all_fail_fails_also_when_nothing_is_left_to_run(
+    lr: str, end: Callable[[], None] | None, code: int, error: str, tmp_path: Path
+) -> None:
+    line = [*SEARCH, "optimizer=sgd", trials(1), f"optimizer.lr=choice({lr})"]
+    before = after_step(3, end) if end is not None else None
+    ended = swept(*line, root=tmp_path / "runs", before=before)
+    again = swept(*line, root=tmp_path / "runs", before=no_process)
+    assert (ended.code, again.code) == (code, 1), again.output
+    assert [row["state"] for row in table(again)] == ["failed"] and error in table(again)[0]["error"]
+    assert re.search(f"  optimizer.lr=.+: .*{error}", again.output), again.output
 
 
 @pytest.mark.quick(1)
