@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.build.splits import validations
 from framework.build.stored_data import with_copy
+from framework.build.user_code import noting_files
 from framework.config.folders import option_node, options
 from framework.config.identity import mapped
 from framework.config.init_from import init_contents
@@ -74,7 +75,7 @@ def task(node: Node, *, seed: int) -> "Task":
     """Build the task; its random draws come from the run's seed. ValueError for bad arguments."""
     from framework.randomness import key, seeded
 
-    with seeded(key(seed, "task")):
+    with seeded(key(seed, "task")), noting_files():
         return component(node)()
 
 
@@ -92,7 +93,8 @@ def _built(group: str, nodes: Mapping[str, Node]) -> dict[str, Any]:
     built = {}
     for name, node in nodes.items():
         try:
-            built[name] = component(node)()
+            with noting_files():
+                built[name] = component(node)()
         except (Exception, SystemExit) as error:
             said = str(error) if isinstance(error, ValueError) else f"{error_text(error)}, at {place_of(error)}"
             raise ValueError(said if said.startswith(f"{group}.{name}.") else f"{group}.{name}: {said}") from error
@@ -112,7 +114,8 @@ def model(node: Node, *, seed: int, on_meta: bool = False) -> "nn.Module":
 
     torch.manual_seed(seed)  # on every device
     seed_generators(seed)
-    built = build(component({name: value for name, value in node.items() if name not in (*INIT, "parts")}), on_meta=on_meta)
+    with noting_files():
+        built = build(component({name: value for name, value in node.items() if name not in (*INIT, "parts")}), on_meta=on_meta)
     if isinstance(built, torch.nn.Module) and node.get("parts"):
         give_parts(built, node["parts"])
     return built

@@ -16,6 +16,7 @@ from framework.build.measure import stopwatch
 from framework.build.model_changes import change_model
 from framework.build.schedules import peak_lr, schedules
 from framework.build.sources import Sources
+from framework.build.user_code import seed_imports
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
 from framework.checkpoint.store import CheckpointStore
@@ -61,6 +62,7 @@ class Builder:
     """A builder of the objects that a frozen configuration names, on one rank of its world."""
 
     def __init__(self, config: RunConfig, *, world: World, token: str = "") -> None:
+        seed_imports()  # also in a process that checks nothing
         self.config, self.world, self._token = config, world, token  # the token of the claim to the run's directory
         self.micro_batch_size = config.known_micro_batch_size
         self.precision = PRECISIONS[config.precision.name]

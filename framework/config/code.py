@@ -20,9 +20,10 @@ from framework.config.folders import DOTTED, EXTRAS, ROOT, enter_project
 from framework.config.frozen_file import digest_of
 from framework.runtime.exits import is_own_code
 
-TOP_LEVEL = "the top level"
+TOP_LEVEL, CONTENT = "the top level", "its content"
 
 Functions = dict[str, str]  # the hash of each function's code, by the function's name in its module
+FILES_READ: dict[str, str] = {}  # files that components have read when they were built: `./FILE` from here, or the whole path
 _programs: set[str] = set()  # modules that the program which calls this framework has loaded between its commands
 _loaded_by_commands: set[str] = set()
 _depth = 0  # of `loading`
@@ -78,13 +79,26 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         waiting += imported
     _reached.update(files)
     for name in loaded.keys() - files.keys():
-        spec = find_module(name, searched)
-        origin = Path(loaded[name] if spec is None or spec.origin is None else spec.origin)
-        if origin.is_file():
+        spec = None if is_file(name) else find_module(name, searched)
+        origin = Path(name if is_file(name) else loaded[name] if spec is None or spec.origin is None else spec.origin)
+        if origin.suffix == ".py" and origin.is_file():
             files[name], _ = _read(origin.read_bytes(), package="")
+        elif origin.is_file():
+            files[name] = _content(origin)
     modules = {name: _executed(name, functions) for name, functions in files.items()}
     packages -= {"framework"} | sys.stdlib_module_names
     return Code(modules, frozenset(packages), tuple(sorted(found_in)), tuple(changed(modules, files)))
+
+
+def is_file(name: str) -> bool:
+    """Return whether this is the name of a file that components have read, and not of a module."""
+    return name[0] in "./"
+
+
+def _content(path: Path) -> Functions:
+    from framework.config.init_from import content_of  # it imports pydantic
+
+    return {CONTENT: content_of(str(path)) or ""}
 
 
 def _executed(name: str, functions: Functions) -> Functions:
@@ -125,21 +139,29 @@ def own_modules(targets: Iterable[str]) -> dict[str, ModuleType]:
 def loaded_unseen() -> dict[str, str]:
     """Return the user's loaded modules that `code_of` does not find, because no import leads to them, each with its file.
 
-    Examples: modules with computed names, plug-ins that a program finds in a folder, a file that is executed as a module.
+    Examples: modules with computed names, plug-ins that a program finds in a folder, a file that is executed as a module. Also
+    return the files that components have read when they were built.
     """
     if not _depth:
         return {}
     names = sorted(sys.modules.keys() - _programs - _reached - {"__main__", "__mp_main__"})
     origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
-    return {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))}
+    return {
+        name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))
+    } | FILES_READ
 
 
 def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> list[str]:
-    """Return the differences between the modules of two runs, one line per file: `mypkg/net.py: Net.forward, helper`."""
+    """Return the differences between the modules of two runs, one line per file: `mypkg/net.py: Net.forward, helper`.
+
+    Of files that components have read, those that both have count.
+    """
     lines = []
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
-        if old is None or new is None:
+        if is_file(name):
+            lines += [f"{name} has other content"] if None not in (old, new) and old != new else []
+        elif old is None or new is None:
             lines.append(f"{name.replace('.', '/')}.py is {'new' if old is None else 'deleted, or no longer imported'}")
         elif differing := sorted(part for part in old.keys() | new.keys() if old.get(part) != new.get(part)):
             lines.append(f"{name.replace('.', '/')}.py: {', '.join(differing)}")

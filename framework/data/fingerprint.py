@@ -11,6 +11,7 @@
 - Files that are decoded at each use: their names, the sizes of up to 2,000 of them, and the first 64 KiB of 64 of them.
 - Samples that are fetched one by one: up to 8 of them, evenly spaced, as many as are fetched in a second;
   of a stream, its first.
+- The numbers of the samples that a sampler draws for epoch 0: they show what it reads.
 """
 
 import json
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xxhash import xxh3_128
 
+from framework.data.order import Order
 from framework.data.source import Files, Source
 from framework.randomness import key, seeded
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK, _NUM_BLOCKS, _NUM_PARTS, _NUM_SIZES, _NUM_SAMPLES, _MOST_S = 1 << 16, 64, 16, 2_000, 8, 1.0
+_ORDER = "the sampler's order"
 _DEPTH, _MOST_ARRAYS = 3, 64  # of the objects inside a source whose arrays count, and of their arrays
 _FEW, _MOST_ENTRIES = 16, 1_000_000  # of a list that may hold objects; of a list of numbers and texts
 _MOST_IN_TABLE = 1 << 27  # values
@@ -41,8 +44,11 @@ _TOLERANCE = 1e-5  # of a part's norm
 _MOST_SCALED, _SMALLEST = 1 << 20, 1e-6  # numbers; a smaller one counts as zero
 
 
-def fingerprint(source: Source, *, seed: int) -> dict[str, str]:
-    """Return the fingerprint of a loaded split, by what it is of. The draws of samples that are fetched depend on the seed."""
+def fingerprint(source: Source, *, seed: int, order: Order | None = None) -> dict[str, str]:
+    """Return the fingerprint of a loaded split, by what it is of. The draws of samples that are fetched depend on the seed.
+
+    `order`: that of a sampler.
+    """
     source = getattr(source, "selected_from", source)
     stored = islice(_stored(source, "", {}), _MOST_ARRAYS)
     found = {"length": str(len(source))} | {
@@ -52,16 +58,16 @@ def fingerprint(source: Source, *, seed: int) -> dict[str, str]:
         found |= _of_files(list(source.paths))
     elif hasattr(source, "sample") or len(found) == 1:
         found |= _of_samples(source, seed=seed)
-    return found
+    return found if order is None else found | {_ORDER: _of_array(np.asarray(order.numbers(0)))}
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str], *, but_for_rounding: bool) -> list[str]:
-    """Return what differs, as in `length 100, now 90`. A sample counts only if both fingerprints have it."""
+    """Return what differs, as in `length 100, now 90`. A sample, or an order, counts only if both fingerprints have it."""
     found = []
     for name in {**before, **now}:
         old, new = before.get(name, "none"), now.get(name, "none")
         is_same = old.partition(" ~ ")[0] == new.partition(" ~ ")[0] or (but_for_rounding and _rounds_to(old, new))
-        if is_same or (name.startswith("sample ") and "none" in (old, new)):
+        if is_same or (name.startswith(("sample ", _ORDER)) and "none" in (old, new)):
             continue
         first, second = (_HASH.sub("", text) for text in (old, new))
         found.append(f"{name} has other content" if first == second else f"{name} {first}, now {second}")

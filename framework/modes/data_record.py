@@ -41,7 +41,10 @@ class DataRecord:
 
     def note(self, split: Split, source: Source) -> None:
         """Record a split that has been loaded. Unfit if it is another one than in the checkpoint."""
-        self.splits.fingerprints[split] = self.world.agreement.on_rank_0(lambda: fingerprint(source, seed=self.seed))
+        order = self.splits.loader("train").order
+        drawn = order if split == "train" and order.draw is not None else None
+        found = self.world.agreement.on_rank_0(lambda: fingerprint(source, seed=self.seed, order=drawn))
+        self.splits.fingerprints[split] = found
         self._compare(split)
 
     def expect(self, before: Mapping[str, dict[str, str]]) -> None:

@@ -40,7 +40,7 @@ def load_run(build: Builder) -> LoadedModel:
     NoValidCheckpoint if it is damaged, or from another model.
     """
     directory, world = build.directory, build.world
-    if world.rank == 0 and (lines := Provenance(directory.path).changes(build.config.targets())):
+    if world.rank == 0 and (lines := Provenance(directory.path).changes()):
         LOGGER.warning("the code has changed since the run's last start: %s", "; ".join(lines))
     module = build.model()
     switch_off_dropout(module)

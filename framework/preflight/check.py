@@ -11,6 +11,7 @@ from typing import Any
 
 from framework.build import components, splits
 from framework.build.stored_data import with_urls
+from framework.build.user_code import seed_imports
 from framework.config.code import code_of, find_module
 from framework.config.compose import Composed
 from framework.config.draft import Draft
@@ -61,6 +62,7 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, outside) for key in composed.given)
     imports &= not is_known
     if imports:
+        seed_imports()
         import_dynamo()  # most components import torch
         reads_folder = draft.call(lambda mode, predict: mode == "predict" and predict.files is not None, otherwise=False)
         found = _check_data(draft, known=composed.known, needs_splits=not reads_folder)

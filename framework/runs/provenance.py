@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from framework.config.arguments import split_flags
-from framework.config.code import Code, Functions, changed, code_of, find_module
+from framework.config.code import Code, Functions, changed, code_of, find_module, is_file
 from framework.runtime.environment import variables
 from framework.runtime.files import write_atomically
 from framework.runtime.secrets import redact
@@ -111,10 +111,12 @@ class Provenance:
         """The record of the latest start."""
         return self.read().latest
 
-    def changes(self, targets: Iterable[str]) -> list[str]:
-        """Return the changes since the latest start in the code that components reach, one line per file."""
-        before = self.read().modules
-        return [] if before is None else changed(before, self._code(targets).modules)
+    def changes(self, targets: Iterable[str] | None = None) -> list[str]:
+        """Return the changes since the latest start in the code that components reach (None: its own), one line per file."""
+        record = self.read()
+        if record.latest is None or record.modules is None:
+            return []
+        return changed(record.modules, self._code(record.latest.targets if targets is None else targets).modules)
 
     def _code(self, targets: Iterable[str]) -> Code:
         start = self.latest
@@ -128,9 +130,10 @@ class Provenance:
         if (start := record.latest) is None:
             return {}
         folders = (*start.folders, start.directory)
-        specs = {name: find_module(name, folders) for name in record.modules or ()}
+        specs = {name: find_module(name, folders) for name in record.modules or () if not is_file(name)}
         found = {name: spec.origin for name, spec in specs.items() if spec is not None} | (start.loaded or {})
-        return {name: Path(file) for name, file in found.items() if file is not None and os.path.isfile(file)}
+        modules = {name: file for name, file in found.items() if file is not None and not is_file(name)}
+        return {name: Path(file) for name, file in modules.items() if os.path.isfile(file)}
 
     @property
     def is_damaged(self) -> bool:
@@ -170,7 +173,7 @@ class Provenance:
         """Return the modules that this start has loaded, but that the run had not loaded at its last checkpoint."""
         record = self.read()
         is_recorded = record.latest is not None and record.latest.loaded is not None
-        return [name for name in loaded if name not in (record.modules or ())] if is_recorded else []
+        return [name for name in loaded if name not in (record.modules or ()) and not is_file(name)] if is_recorded else []
 
     def add_loaded(self, loaded: Mapping[str, str], *, accepted: Sequence[str] = ()) -> None:
         """Add modules that no import reaches, each with its file, to the latest start's code, and add the accepted changes."""

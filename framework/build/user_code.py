@@ -1,0 +1,85 @@
+"""What the user's code does when it is imported and built: its draws are seeded, and the files that it reads are noted."""
+
+import builtins
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from framework.config.code import FILES_READ
+from framework.randomness import key, seeded
+from framework.runtime.exits import is_own_code
+
+_SYSTEM = tuple(map(Path, ("/etc", "/usr", "/proc", "/sys", "/dev", "/run", "/var")))
+_written = set[str]()
+
+
+def seed_imports() -> None:
+    """Let each module of the user draw the same numbers from torch, numpy and random in each process that imports it.
+
+    A module that is executed without being imported (a file by its path) counts as a file that the code reads.
+    """
+    if "exec_module" in vars(SourceFileLoader):
+        return
+    execute = SourceFileLoader.exec_module
+
+    def exec_module(loader: SourceFileLoader, module: ModuleType) -> None:
+        is_users = is_own_code(loader.path)
+        with seeded(key(0, "import", module.__name__)) if is_users else nullcontext():
+            execute(loader, module)
+        if is_users and sys.modules.get(module.__name__) is not module:
+            _note(loader.path)
+
+    SourceFileLoader.exec_module = exec_module  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def noting_files() -> Iterator[None]:
+    """Note the files that are opened to be read, by Python's open() or as safetensors: they decide what the user's code is.
+
+    What it writes too does not count, nor what belongs to the machine (/etc, a hidden folder of the user's home, ...).
+    """
+    opens = builtins.open
+
+    def noted_open(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+        opened = opens(file, mode, *given, **named)
+        _note(file, is_written=not {*mode}.isdisjoint("wax+"))
+        return opened
+
+    def noted(function: Callable[..., Any], file: Any, *given: Any, **named: Any) -> Any:
+        _note(file)
+        return function(file, *given, **named)
+
+    replaced = [(builtins, "open", opens, noted_open), (io, "open", opens, noted_open),
+                (io, "open_code", io.open_code, partial(noted, io.open_code))]  # fmt: skip
+    if (safe := getattr(sys.modules.get("safetensors"), "safe_open", None)) is not None:
+        having = [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get("safe_open") is safe]
+        replaced += ((module, "safe_open", safe, partial(noted, safe)) for module in having)
+    for owner, name, _, new in replaced:
+        setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for owner, name, before, _ in replaced:
+            setattr(owner, name, before)
+
+
+def _note(file: Any, *, is_written: bool = False) -> None:
+    if not isinstance(file, (str, os.PathLike)):
+        return
+    path, home = Path(file).absolute(), Path.home()
+    is_hidden = path.is_relative_to(home) and path.relative_to(home).parts[0].startswith(".")
+    if is_hidden or any(map(path.is_relative_to, _SYSTEM)) or not is_own_code(str(path)):
+        return
+    name = f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
+    if is_written:
+        _written.add(name)
+        FILES_READ.pop(name, None)
+    elif name not in _written:
+        FILES_READ[name] = str(path)
