@@ -534,6 +534,21 @@ class CouplesLate(torch.optim.SGD):
             local(p).add_(gradient, alpha=-0.1 / (float(norm) if group["count"] > 5 else 1.0))
 
 
+class Estimates(torch.optim.SGD):
+    """It estimates its rate in its parameter group from all parameters that it has, and uses it late, as Prodigy does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        group["count"] = group.get("count", 0) + 1
+        group["norm"] = group.get("norm", 0.0) + sum(
+            float(p.grad.square().sum()) for p in group["params"] if p.grad is not None
+        )
+        super().step()
+        for p in group["params"] if group["count"] > 200 else ():
+            p.mul_(1.0 - min(0.1, group["norm"]))
+
+
 class Langevin(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -765,6 +780,17 @@ class Calibrated(Net):
         if not self.training:
             self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
         return x
+
+
+class Bounded(Net):
+    """It has infinite numbers in its buffers, as a causal mask does."""
+
+    def make(self) -> None:
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.register_buffer("bound", torch.tensor(torch.inf))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.minimum(x + self.mask.softmax(-1).mean(), self.bound)
 
 
 class TrainsOn(Net):

@@ -26,7 +26,7 @@ OTHERS = {
     "trainer.early_stopping.mode": "min", "trainer.early_stopping.min_delta": 9.0, "trainer.divergence.limit": 3,
     "trainer.divergence.back": 2, "trainer.profile": "true", "checkpoint.every": 2, "checkpoint.keep_last": 1,
     "checkpoint.keep_best": 1, "checkpoint.async_save": "true", "checkpoint.max_failures": 1, "run.group": "group",
-    "run.code": "accept", "run.data": "accept", "report.every_s": 5.0, "precision.name": "fp32", "launch.max_restarts": 1,
+    "run.code": "accept", "run.data": "accept", "report.every_s": 5.0, "precision.name": "fp32", "precision.optimizer_state": "bf16", "launch.max_restarts": 1,
     "launch.timeout_s": 50.0, "launch.keep_freed_memory": "false", "launch.grace_s": 5.0, "model.channels": "[4,4]",
     "model.norm": "group", "model.dropout": 0.2, "task.label_smoothing": 0.1, "dataset.num_train": 32, "dataset.num_val": 4,
     "dataset.augment": "false", "dataset.num_workers": 1, "optimizer.lr": 0.02, "optimizer.betas": "[0.8,0.9]",

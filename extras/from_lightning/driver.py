@@ -60,7 +60,7 @@ class FromTrainer:
     default_root_dir: str = ""  # the directory of a training run
     callbacks: Sequence[Any] = ()
     model: Any = None  # the LightningModule
-    datamodule: Any = field(init=False)  # the LightningDataModule, in training
+    datamodule: Any = None  # the LightningDataModule, in training
 
     @property
     def evaluating(self) -> bool:
@@ -151,7 +151,8 @@ class Driver:
             raise Unfit(f"task: {what} (configure_optimizers returns them in the order in which a step uses them, each once)")
         is_own = self.turns[number] == self.turn
         if is_own and not self.losses:
-            raise Unfit("task: training_step steps an optimizer without self.manual_backward(loss) (not loss.backward())")
+            cure = "not loss.backward(); for one loss of several optimizers, one optimizer with a group for each"
+            raise Unfit(f"task: training_step steps an optimizer without self.manual_backward(loss) since the last ({cure})")
         self.taken, self.is_done = place + 1, self.is_done or is_own
         if not is_own:
             self.losses.clear()

@@ -153,11 +153,13 @@ class _Driven:
             is_indexed = "optimizer_idx" in parameters
             given = arguments if takes_all else arguments[: len(taken) - is_indexed]
             found = self._for_each(driver, run, given) if is_indexed else run(*given)
-            is_automatic = method == "training_step" and driver.module.automatic_optimization
-            is_skipped = found is None and is_automatic and not driver.is_measuring
-            return {SKIPPED: self._nothing()} if is_skipped else found
+            if method != "training_step" or driver.is_measuring:
+                return found
+            if not driver.module.automatic_optimization:
+                raise StepTaken
+            return {SKIPPED: self._nothing()} if found is None else found
         except StepTaken:
-            return None
+            return [*driver.losses]  # a strategy must see in the outputs what is differentiated
         finally:
             self._driver = None
             for metric, state in kept:

@@ -114,8 +114,9 @@ def model(node: Node, *, seed: int, on_meta: bool = False) -> "nn.Module":
 
     torch.manual_seed(seed)  # on every device
     seed_generators(seed)
+    own = {name: value for name, value in node.items() if name not in (*INIT, "parts")}
     with noting_files():
-        built = build(component({name: value for name, value in node.items() if name not in (*INIT, "parts")}), on_meta=on_meta)
+        built = build(lambda: component(own)(), on_meta=on_meta)  # at each call with new objects in it
     if isinstance(built, torch.nn.Module) and node.get("parts"):
         give_parts(built, node["parts"])
     return built

@@ -49,8 +49,8 @@ def differ(one: Any, other: Any, *, tolerance: float = 1e-6) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() != other.keys() or any(differ(one[key], other[key], tolerance=tolerance) for key in one)
     if isinstance(one, float) and isinstance(other, float):
-        are_nan = one != one and other != other
-        return not are_nan and not abs(one - other) <= tolerance * max(1e-9, abs(other))
+        is_same = one == other or (one != one and other != other)  # of two infinite numbers, the difference is no number
+        return not is_same and not abs(one - other) <= tolerance * max(1e-9, abs(other))
     return bool(one != other)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from framework.build.training import Builder
 from framework.checkpoint.canonical import model_tensors, state_tensors
 from framework.checkpoint.format import dtype_name
-from framework.checkpoint.plain_state import require_same_parts
+from framework.checkpoint.plain_state import changed_values, require_same_parts
 from framework.data.source import Source
 from framework.modules.tensors import first_tensor, whole
 from framework.preflight.differences import differ, other_column, real
@@ -27,6 +27,7 @@ from framework.runtime.problem import shown
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
 _SAMPLED = 1 << 16  # numbers of a tensor
+_INFINITE = 1e3  # counts as an infinite number, as in a mask
 _LEAST = 1e-6  # of a scale in float64: an activation is near 1
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps to search, and seconds, for a step that is hard for a strategy
 
@@ -60,7 +61,7 @@ class Seen:
 
 def sketch(tensor: Tensor) -> Sketch:
     """Return two numbers that distinguish tensors: the norm, and the product with a fixed vector without a period."""
-    flat = real(whole(tensor.detach())).reshape(-1).double()
+    flat = real(whole(tensor.detach())).reshape(-1).double().nan_to_num(math.nan, _INFINITE, -_INFINITE)
     ramp = torch.arange(flat.numel(), dtype=torch.float64)
     product = flat * torch.sin(ramp * ramp % 1000.0 + ramp)
     return float(flat.norm()), float(product.sum())  # a dot product of MKL rounds as its threads are free
@@ -173,6 +174,13 @@ def _require_storable(player: Player) -> None:
     states = {name: sketch(tensor) for name, tensor in player.parts.tensors().items()}
     with blamed("part", "its state cannot be saved", "see docs/training.md"):
         require_same_parts(player.trainer.world.agreement.gather(states))
+    changed = changed_values(player.update.optimizer, player.update.initial)
+    numbers = [{key: value for key, value in group.items() if isinstance(value, float)} for group in changed]
+    for other in player.trainer.world.agreement.gather(numbers):
+        for mine, theirs in zip(numbers, other):
+            if name := next((key for key in mine if differ(theirs.get(key), mine[key])), ""):
+                what = f"its {name} is another number on each process, which has only some of the parameters"
+                raise Refused("optimizer", what, "parallel=ddp")
     for name, tensor in state_tensors(player.trainer.held).items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
             what = f"{name} is an unfinished sum over the processes, which no checkpoint holds (full_tensor() takes it)"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from framework.build.components import model
 from framework.build.training import Builder
 from framework.checkpoint.canonical import gathered, state_of
 from framework.config.folders import CONF
@@ -93,6 +94,23 @@ def test_a_rank_without_numbers_has_the_same_tensors_and_what_a_constructor_comp
     kept = build(Odd, on_meta=True)  # reads its numbers
     assert all(parameter.is_meta for parameter in kept.parameters()) and kept.kept[0] is kept.listed_too
     assert kept.tied.weight is kept.table.weight
+
+
+class Reading(nn.Module):
+    """It reads the numbers of a net that it gets, which a rank without numbers cannot do."""
+
+    seen: list[nn.Linear] = []
+
+    def __init__(self, net: nn.Linear) -> None:
+        super().__init__()
+        self.seen.append(net)
+        self.net, self.largest = net, float(net.weight.max())
+
+
+def test_a_constructor_that_is_called_again_gets_a_new_net() -> None:
+    net = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
+    made = model({"_target_": f"{__name__}.Reading", "net": net}, seed=0, on_meta=True)
+    assert len({id(net) for net in Reading.seen}) == len(Reading.seen) == 2 and made.net.weight.is_meta
 
 
 MEMORY = """

@@ -730,6 +730,31 @@ class Unseen(Alone):
         optimizer.step()
 
 
+class Halves(L.LightningModule):
+    """Two optimizers for the halves of a net; each steps after a backward pass of its own, or both after one."""
+
+    def __init__(self, num_backwards: int = 2) -> None:
+        super().__init__()
+        self.automatic_optimization, self.num_backwards = False, num_backwards
+        self.first, self.last = net()[0], net()[2]
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.last(self.first(batch[0]).tanh()), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            if number < self.num_backwards:
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(half.parameters(), lr=0.01) for half in (self.first, self.last)]
+
+
 class Predicting(Classifier):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
