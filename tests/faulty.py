@@ -793,6 +793,21 @@ class Bounded(Net):
         return torch.minimum(x + self.mask.softmax(-1).mean(), self.bound)
 
 
+class Redraws(Net):
+    """It draws a projection in every tenth call of training, as performers do."""
+
+    def make(self) -> None:
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("scale", torch.ones(()))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            if self.calls % 10 == 0:
+                self.scale.copy_(1.0 + 0.1 * torch.rand(()))
+        return x * self.scale
+
+
 class TrainsOn(Net):
     def middle(self, x: Tensor) -> Tensor:
         self.train()

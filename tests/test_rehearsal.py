@@ -286,6 +286,10 @@ def test_what_keeps_it_is_left_alone(what: str) -> None:
 WARNED = {
     "a loss over pairs": (task("Coupled"), "task: ... neither the sum nor the mean ..."),
     "functional dropout": (model("Dropping"), "model: ... draws random numbers ..."),
+    "draws in some steps": (
+        model("Redraws"),
+        "model: its training forward draws random numbers in a later step, so the results ...",
+    ),
     "an own normalisation": (model("Coupling"), "model: ... couples the samples ..."),
     "own statistics": (model("Statistics"), "model: ... change its buffer mean ..."),
     "a part that draws": (

@@ -50,7 +50,7 @@ class Forward:
         """Seed the model's random draws by step and micro-batch, not by rank. Step None: an evaluation."""
         at: tuple[int | str, ...] = ("forward", step, micro_batch) if step is not None else ("evaluation", micro_batch)
         self._at, self._num_calls = (*at, *(("turn", turn) if turn else ()), *phase), 0
-        self._seed()
+        self.reseed()
 
     def begin_call(self) -> None:
         """Let the units draw other numbers than in an earlier call for the same micro-batch."""
@@ -64,7 +64,7 @@ class Forward:
 
         def seed_unit(*_: object, number: int, dropouts: Sequence[Any] | None) -> None:
             if dropouts is None or any(layer.p for layer in dropouts):
-                self._seed(number)
+                self.reseed(number)
 
         layers = [only_dropouts(unit) if are_all else None for unit in units]  # before these hooks, which others could draw in
         for number, (unit, dropouts) in enumerate(zip(units, layers)):
@@ -73,7 +73,8 @@ class Forward:
             every = None if None in layers else [layer for dropouts in layers for layer in dropouts or ()]
             units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units), dropouts=every))
 
-    def _seed(self, *unit: int) -> None:
+    def reseed(self, *unit: int) -> None:
+        """Seed the draws of the forward that follows, or of one of its units."""
         calls = ("call", self._num_calls) if self._num_calls > 1 else ()
         seed_generators(key(self.seed, *self._at, *calls, *unit), devices=self.devices)
 

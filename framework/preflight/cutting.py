@@ -56,6 +56,10 @@ class Cutting:
             found = self._depends_on_cut("dataset", "its collate function or a transform draws once for a whole micro-batch")
         return found
 
+    def draws_later(self) -> list[Problem]:
+        """Return the warning that a forward draws only in some of the steps."""
+        return self._depends_on_cut("model", "its training forward draws random numbers in a later step")
+
     def _loss(self, micro_batches: Sequence[MicroBatch]) -> float:
         return self._sums_and_buffers(micro_batches, measure=False)[0]["loss"]
 

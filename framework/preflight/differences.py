@@ -1,4 +1,4 @@
-"""The differences of a model before and after a forward."""
+"""The differences that a forward makes: to a model, and to the generators."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.engine.forward import Forward
+from framework.randomness import generator_states
 from framework.runs.metrics_file import Row
 from framework.runtime.torch_internals import TorchDispatchMode
 
@@ -93,3 +95,29 @@ class Writes(TorchDispatchMode):
             name = self._names.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, Tensor) else None
             self.names |= {name: None} if name is not None else {}
         return function(*args, **(kwargs or {}))
+
+
+class Draws:
+    """A context around forwards that notes whether any of them draws from a generator of torch, numpy or random."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward, self._reseed, self._states = forward, forward.reseed, list[Any]()
+        self.are_seen = False
+
+    def __enter__(self) -> None:
+        self._forward.reseed = self._after_a_look  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        self._look()
+        self._forward.reseed = self._reseed  # type: ignore[method-assign]
+
+    def _after_a_look(self, *unit: int) -> None:
+        self._look()
+        self._reseed(*unit)
+        self._states = generator_states()
+
+    def _look(self) -> None:
+        now = generator_states() if self._states else []
+        self.are_seen |= any(repr(one) != repr(other) for one, other in zip(self._states[:2], now))
+        self.are_seen |= any(not torch.equal(one, other) for one, other in zip(self._states[2:], now[2:]))
+        self._states = []

@@ -15,7 +15,7 @@ from framework.optim.update import Update
 from framework.parallel.sync_batchnorm import OfSync
 from framework.preflight.continuation import BEFORE, Continued, in_bytes, validation_tensors
 from framework.preflight.cutting import Cutting
-from framework.preflight.differences import Writes
+from framework.preflight.differences import Draws, Writes
 from framework.preflight.player import SINGLE, Player
 from framework.preflight.refused import Refused, blamed
 from framework.preflight.training_samples import KEYED, TrainingSamples
@@ -54,8 +54,10 @@ class Trial:
         first.evaluate(shares=(2.0, 1.0))  # a part's best value is from before the save
         outcomes = [self._go_on(first, steps[BEFORE])]
         if sum(parameter.numel() for parameter in first.module.parameters()) <= _SMALL:  # some state matters only later
+            first.watch.around = draws = Draws(first.engine.forward)
             for _ in range(_AGING):
                 first.advance(steps[BEFORE])
+            findings = findings or (cutting.draws_later() if draws.are_seen else [])
             first.evaluate(shares=())
             outcomes.append(self._go_on(first, steps[BEFORE]))
         first.parts.ended()
