@@ -84,6 +84,7 @@ def test_two_configurations_are_two_runs(one: dict[str, Any], other: dict[str, A
     (node(init_from={"path": "a", "strict": False}), node(init_from={"strict": False, "path": "a"})),
     ({"optimizer": OWN | {"turns": {"a": {"match": "x", "every": 2}}}}, {"optimizer": OWN | {"turns": {"a": {"every": 2, "match": "x"}}}}),
     ({"metric": {"a": OWN, "b": OWN}}, {"metric": {"b": OWN, "a": OWN}}),
+    ({"optimizer": OWN | {"groups": [{"match": "x", "weight_decay": 0}]}}, {"optimizer": OWN | {"groups": [{"match": "x", "weight_decay": 0.0}]}}),
     (node(parts={"blocks": "layers"}), node()),
     ({"dataset": OWN | {"num_workers": 1}}, {"dataset": OWN | {"num_workers": 2}}),
     ({"dataset": {"_target_": TOKENS, "source": "a"}}, {"dataset": {"_target_": TOKENS, "source": "b"}}),

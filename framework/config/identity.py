@@ -98,6 +98,8 @@ def _as_read(name: str, value: Any) -> Any:
     """Return a section as its types read it: without defaults, and with numbers of the annotated types."""
     if isinstance(value, dict) and name in OWN:  # the framework's keys: null is none
         value = {key: item for key, item in value.items() if item is not None or key not in OWN[name]}
+    if name == "optimizer" and isinstance(value, dict) and "groups" in value:  # of its arguments that are numbers
+        value["groups"] = mapped(value["groups"], _whole)
     if name == "micro_batch_size" and value == "auto":  # like null, it decides nothing
         return None
     if name == "model" and isinstance(value, dict) and "init_from" in value:
