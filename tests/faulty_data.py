@@ -163,7 +163,7 @@ class Epochs:
             "shorter": order if epoch < 3 else order[: count // 2], "longer": order[: count // 2] if epoch == 0 else order,
             "beyond": order + 3, "negative": order - 3, "fractions": order + 0.5, "mask": order > 3,
             "pairs": np.stack([order, order], axis=1), "none": order if epoch < 2 else None, "raises": order,
-            "list": order.tolist(), "floats": order.astype(float),
+            "drawn": np.random.permutation(count), "list": order.tolist(), "floats": order.astype(float),
         }  # fmt: skip
         return kinds[self.kind]
 

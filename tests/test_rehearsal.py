@@ -133,6 +133,7 @@ FOUND = {
     "rows left out, on two": (users("Damaged", DROP, UNWEIGHTED, "parallel=ddp", TWO), "dataset: a micro-batch of 5 samples has ... rows, but its loss ..."),
     "rows twice": (users("Points", "+dataset.batch_transform={_target_: tests.faulty_data.Twice}", UNWEIGHTED), "dataset: a micro-batch of 10 samples has 20 rows ..."),
     "epochs of another length": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=shorter"), "sampler: epoch 3 has 20 samples, and epoch 0 has 40 (all epochs ..."),
+    "epochs that are drawn": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=drawn"), "sampler: its epoch 0 has other samples each time ... seeded by the seed and the epoch)"),
     "numbers of no sample": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=beyond"), "sampler: epoch 0 has the sample 4 ... 0 to 39 ..."),
     "a last batch of one sample": (users("Points n: 1001", "+model.is_normed=true"), "model: it does not take a micro-batch of 1 sample, the run's smallest: ValueError: Expected more than 1 value ... (drop_last=true ..."),
     "a last batch of one sample, on two": (users("Points n: 43", "+model.is_normed=true", "parallel=ddp", TWO), "model: it does not take a micro-batch of 1 sample ... (drop_last=true ..."),

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from framework.build.training import Builder
@@ -43,6 +44,7 @@ class TrainingSamples:
 
     def fetch(self, count: int) -> list[Step]:
         """Return so many steps."""
+        self._check_epochs()
         loader, before = self._loader(), self._counts()
         with blamed("dataset", "its first batches cannot be fetched", "see dataset.*"):
             steps = loader.train(0)
@@ -60,7 +62,6 @@ class TrainingSamples:
                 what = f"{name} changes when samples are fetched, and no checkpoint holds it"
                 raise Refused("dataset", what, "let a sample depend only on its number and on `keys`")
         self._compare_workers(fetched)
-        self._check_epochs()
         return fetched[:count]
 
     @cached_property
@@ -86,14 +87,17 @@ class TrainingSamples:
             raise Refused("dataset", "its samples differ in loader processes: they share something with each other", cure)
 
     def _check_epochs(self) -> None:
-        """Refuse a sampler whose epochs, as far as there is time, do not all have the same length, or not only samples."""
+        """Refuse a sampler whose epochs, as far as there is time, differ in length or at each draw, or hold other numbers."""
         order, steps = self.order, self.plan.total_steps
         if order.draw is None:
             return
         until = time.monotonic() + _EPOCHS_S
         for epoch in range(-(-steps * order.global_batch_size // order.epoch_size)):
             with blamed("sampler", f"its epoch {epoch} fails", "see sampler.*"):
-                order.numbers(epoch)
+                drawn, again = (np.asarray(order.numbers(epoch)) for _ in range(2))
+            if not np.array_equal(drawn, again):
+                what = f"its epoch {epoch} has other samples each time: it draws from a generator, or shuffles its last order"
+                raise Refused("sampler", what, "draw by np.random.RandomState, seeded by the seed and the epoch")
             if time.monotonic() > until:
                 return
 
