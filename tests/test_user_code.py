@@ -5,6 +5,7 @@ import json
 import random
 import runpy
 import sys
+import threading
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_a_file_that_is_read_is_noted(name: str, here: Path) -> None:
 def test_a_file_that_is_written_too_or_is_of_the_machine_is_not_noted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here / "home"))
     (here / "home" / ".cache").mkdir(parents=True)
-    for path in (here / "home" / ".cache" / "fonts", here / "counter", here / "log"):
+    for path in (here / "home" / ".cache" / "fonts", here / "counter", here / "log", here / "lock"):
         path.write_text("1")
     with noting_files():
         assert (here / "counter").read_text() == "1"
@@ -81,6 +82,9 @@ def test_a_file_that_is_written_too_or_is_of_the_machine_is_not_noted(here: Path
         Path(np.__file__).read_text()
         with pytest.raises(FileNotFoundError):
             open("missing")
+        of_another_thread = threading.Thread(target=(here / "lock").read_text)
+        of_another_thread.start()
+        of_another_thread.join()
     assert not FILES_READ
 
 

@@ -4,6 +4,7 @@ import builtins
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -45,15 +46,17 @@ def noting_files() -> Iterator[None]:
 
     What it writes too does not count, nor what belongs to the machine (/etc, a hidden folder of the user's home, ...).
     """
-    opens = builtins.open
+    opens, builds = builtins.open, threading.get_ident()
 
     def noted_open(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
         opened = opens(file, mode, *given, **named)
-        _note(file, is_written=not {*mode}.isdisjoint("wax+"))
+        if threading.get_ident() == builds:  # the framework's own threads have files too
+            _note(file, is_written=not {*mode}.isdisjoint("wax+"))
         return opened
 
     def noted(function: Callable[..., Any], file: Any, *given: Any, **named: Any) -> Any:
-        _note(file)
+        if threading.get_ident() == builds:
+            _note(file)
         return function(file, *given, **named)
 
     replaced = [(builtins, "open", opens, noted_open), (io, "open", opens, noted_open),

@@ -8,6 +8,7 @@ import copy
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
+from xxhash import xxh3_128
+
 from framework.config.folders import DOTTED, EXTRAS, ROOT, enter_project
 from framework.config.frozen_file import digest_of
 from framework.runtime.exits import is_own_code
+from framework.runtime.files import checksum
 
 TOP_LEVEL, CONTENT = "the top level", "its content"
 
@@ -83,8 +87,8 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         origin = Path(name if is_file(name) else loaded[name] if spec is None or spec.origin is None else spec.origin)
         if origin.suffix == ".py" and origin.is_file():
             files[name], _ = _read(origin.read_bytes(), package="")
-        elif origin.is_file():
-            files[name] = _content(origin)
+        elif origin.is_file() and os.access(origin, os.R_OK):
+            files[name] = _content(origin, origin.stat().st_mtime_ns)
     modules = {name: _executed(name, functions) for name, functions in files.items()}
     packages -= {"framework"} | sys.stdlib_module_names
     return Code(modules, frozenset(packages), tuple(sorted(found_in)), tuple(changed(modules, files)))
@@ -95,10 +99,9 @@ def is_file(name: str) -> bool:
     return name[0] in "./"
 
 
-def _content(path: Path) -> Functions:
-    from framework.config.init_from import content_of  # it imports pydantic
-
-    return {CONTENT: content_of(str(path)) or ""}
+@functools.cache  # a start asks several times, and hashing gigabytes takes seconds
+def _content(path: Path, _: int) -> Functions:
+    return {CONTENT: checksum(path, xxh3_128)[1]}
 
 
 def _executed(name: str, functions: Functions) -> Functions:
@@ -146,9 +149,8 @@ def loaded_unseen() -> dict[str, str]:
         return {}
     names = sorted(sys.modules.keys() - _programs - _reached - {"__main__", "__mp_main__"})
     origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
-    return {
-        name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))
-    } | FILES_READ
+    modules = {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))}
+    return modules | FILES_READ
 
 
 def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> list[str]:

@@ -51,9 +51,8 @@ def fingerprint(source: Source, *, seed: int, order: Order | None = None) -> dic
     """
     source = getattr(source, "selected_from", source)
     stored = islice(_stored(source, "", {}), _MOST_ARRAYS)
-    found = {"length": str(len(source))} | {
-        _short(name): one if isinstance(one, str) else _of_array(one) for name, one in stored
-    }
+    found = {"length": str(len(source))}
+    found |= {_short(name): one if isinstance(one, str) else _of_array(one) for name, one in stored}
     if isinstance(source, Files):
         found |= _of_files(list(source.paths))
     elif hasattr(source, "sample") or len(found) == 1:

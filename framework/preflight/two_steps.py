@@ -27,7 +27,7 @@ from framework.runtime.problem import shown
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
 _SAMPLED = 1 << 16  # numbers of a tensor
-_INFINITE = 1e3  # counts as an infinite number, as in a mask
+_INFINITE = 1e3  # what an infinite number counts as, for example of a mask
 _LEAST = 1e-6  # of a scale in float64: an activation is near 1
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps to search, and seconds, for a step that is hard for a strategy
 
