@@ -549,6 +549,19 @@ class Estimates(torch.optim.SGD):
             p.mul_(1.0 - min(0.1, group["norm"]))
 
 
+class Amplifies(torch.optim.SGD):
+    """A chaotic map, which begins late with the gradient, scales its steps: it makes any rounding large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
+            state = self.state[p]
+            state["count"] = state.get("count", 0) + 1
+            if state["count"] > 3:
+                x = state["x"] = 4 * state["x"] * (1 - state["x"]) if "x" in state else (p.grad * 1e3).frac().abs()
+                p.sub_(p.grad * x, alpha=0.01)
+
+
 class Langevin(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -113,6 +113,7 @@ FOUND = {
     "tied by its data": (model("TiedByData"), "model: last.weight and again.weight share their memory ..."),
     "late for all that a rank has, zero": ([*optimizer("CouplesLate"), "parallel=zero", TWO], COUPLED),
     "late for all that a rank has, pipeline": ([*RUN, "model=mlp", "optimizer._target_=tests.faulty.CouplesLate", "parallel=pipeline", TWO], COUPLED),
+    "rounding that grows": ([*optimizer("Amplifies"), "parallel=ddp", TWO], "optimizer: 2 processes compute different results ... with optimizer=sgd they compute the same: ... or amplifies rounding (launch.nproc_per_node=1 ..."),
     "a number of all that a rank has, zero": ([*optimizer("Estimates"), "parallel=zero", TWO], "optimizer: ... its norm is another number on each process, which has only some of the parameters ... (parallel=ddp)"),
     "a constructor with a generator of its own": (model("OtherEachTime"), "model: its constructor makes another last.bias each time ... seeds ..."),
     "samples drawn once for all": (points("PointsDrawnOnce"), "dataset: a sample depends on the samples before ..."),

@@ -74,7 +74,6 @@ class Forward:
             units[-1].register_forward_hook(functools.partial(seed_unit, number=len(units), dropouts=every))
 
     def reseed(self, *unit: int) -> None:
-        """Seed the draws of the forward that follows, or of one of its units."""
         calls = ("call", self._num_calls) if self._num_calls > 1 else ()
         seed_generators(key(self.seed, *self._at, *calls, *unit), devices=self.devices)
 

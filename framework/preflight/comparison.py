@@ -131,7 +131,7 @@ class _Comparison:
         options = [*((_line(remedy), parallel | remedy) for remedy in own), *_others(parallel)]
         sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
         if not config.optimizer.get("turns") and self._is_equal(sgd):
-            why = "with optimizer=sgd they compute the same: this optimizer needs whole tensors, or several of them together"
+            why = "with optimizer=sgd they compute the same: this one needs whole tensors, or several, or it amplifies rounding"
             return Problem("optimizer", f"{what}; {why}", _cure(options, self._fault))
         one_unit = alone.altered(model=config.model | {"parts": {**(config.model.get("parts") or {}), "blocks": []}})
         if "DTensor" in what and not self._fault(parallel, alone=one_unit):

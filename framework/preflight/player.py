@@ -65,6 +65,7 @@ class Watch:
         self._engine, self._train, self._evaluate = engine, engine.train, engine.evaluate
         engine.train, engine.evaluate = self._watch_step, self._watch_evaluation  # type: ignore[method-assign]
         self.repeats = False  # whether a step gets the gradients of the last other step, and nothing is computed
+        self.factor = 1.0  # of these gradients
         self.sums: dict[str, Sums] = {}
         self.gradients: dict[str, dict[str, Tensor | None]] = {}
         self.computed: set[nn.Parameter] = set()  # by the latest backward pass: their gradients
@@ -74,7 +75,7 @@ class Watch:
         parameters = dict(self._engine.module.named_parameters())
         if self.repeats:
             for name, gradient in self.gradients[step.turn].items():
-                parameters[name].grad = gradient.clone() if gradient is not None else None
+                parameters[name].grad = gradient * self.factor if gradient is not None else None
             return self.sums[step.turn]
         with self.around:
             sums = self._train(step, index=index, loss_scale=loss_scale, measure=measure)

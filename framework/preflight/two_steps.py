@@ -27,6 +27,7 @@ from framework.runtime.problem import shown
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
 _SAMPLED = 1 << 16  # numbers of a tensor
+_ROUNDED = 1.0 + 2.0**-46  # a factor: an optimizer that amplifies rounding takes other steps, whatever the strategy
 _INFINITE = 1e3  # what an infinite number counts as, for example of a mask
 _LEAST = 1e-6  # of a scale in float64: an activation is near 1
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps to search, and seconds, for a step that is hard for a strategy
@@ -135,6 +136,7 @@ def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> No
         seen.gradients.append(gradients_of(player))
         if is_first:
             step = next(following)
+    player.watch.factor = 1.0 if build.world.world_size == 1 else _ROUNDED
     is_small = sum(parameter.numel() for parameter in engine.module.parameters()) < _SMALL
     count, within_s = (seen.num_updates, math.inf) if seen.num_updates else (_UPDATES, _UPDATES_S)
     seen.num_updates = player.repeat(step, count if is_small else min(count, _UPDATES_IF_LARGE), within_s=within_s)

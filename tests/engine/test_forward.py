@@ -83,7 +83,7 @@ def test_units_that_draw_nothing_are_not_seeded(monkeypatch: pytest.MonkeyPatch)
     ]
     made.key_draws(layers, are_all=True)
     made.seed_draws(step=0, micro_batch=0)
-    monkeypatch.setattr(Forward, "_seed", lambda _, *parts: seeded.append(parts[-1]))
+    monkeypatch.setattr(Forward, "reseed", lambda _, *parts: seeded.append(parts[-1]))
     run = nn.Sequential(*layers)
     run(torch.zeros(1, 2))
     assert seeded == []
