@@ -44,7 +44,7 @@ def seed_imports() -> None:
 def noting_files() -> Iterator[None]:
     """Note the files that are opened to be read, by Python's open() or as safetensors: they decide what the user's code is.
 
-    What it writes too does not count, nor what belongs to the machine (/etc, a hidden folder of the user's home, ...).
+    What it writes too does not count, nor what is in hidden folders (caches, .git) or belongs to the machine (/etc, ...).
     """
     opens, builds = builtins.open, threading.get_ident()
 
@@ -76,11 +76,12 @@ def noting_files() -> Iterator[None]:
 def _note(file: Any, *, is_written: bool = False) -> None:
     if not isinstance(file, (str, os.PathLike)):
         return
-    path, home = Path(file).absolute(), Path.home()
-    is_hidden = path.is_relative_to(home) and path.relative_to(home).parts[0].startswith(".")
+    path, here = Path(os.path.abspath(file)), Path.cwd()
+    from_here = path.relative_to(here) if path.is_relative_to(here) else path
+    is_hidden = any(part.startswith(".") for part in from_here.parts)
     if is_hidden or any(map(path.is_relative_to, _SYSTEM)) or not is_own_code(str(path)):
         return
-    name = f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
+    name = str(path) if from_here is path else f"./{from_here}"
     if is_written:
         _written.add(name)
         FILES_READ.pop(name, None)
