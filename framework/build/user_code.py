@@ -4,6 +4,7 @@ import builtins
 import io
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,8 @@ from framework.randomness import key, seeded
 from framework.runtime.exits import is_own_code
 
 _SYSTEM = tuple(map(Path, ("/etc", "/usr", "/proc", "/sys", "/dev", "/run", "/var")))
+_INSTALLED = (sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES = tuple(f"{path}/" for path in (*_INSTALLED, Path(__file__).parents[1]))  # thousands of modules are there
 _written = set[str]()
 
 
@@ -31,7 +34,7 @@ def seed_imports() -> None:
     execute = SourceFileLoader.exec_module
 
     def exec_module(loader: SourceFileLoader, module: ModuleType) -> None:
-        is_users = is_own_code(loader.path)
+        is_users = not loader.path.startswith(_LIBRARIES) and is_own_code(loader.path)
         with seeded(key(0, "import", module.__name__)) if is_users else nullcontext():
             execute(loader, module)
         if is_users and sys.modules.get(module.__name__) is not module:
@@ -79,7 +82,8 @@ def _note(file: Any, *, is_written: bool = False) -> None:
     path, here = Path(os.path.abspath(file)), Path.cwd()
     from_here = path.relative_to(here) if path.is_relative_to(here) else path
     is_hidden = any(part.startswith(".") for part in from_here.parts)
-    if is_hidden or any(map(path.is_relative_to, _SYSTEM)) or not is_own_code(str(path)):
+    is_of_system = from_here is path and any(map(path.is_relative_to, _SYSTEM))  # not a project there, as in a container
+    if is_hidden or is_of_system or not is_own_code(str(path)):
         return
     name = str(path) if from_here is path else f"./{from_here}"
     if is_written:
