@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from framework.build.user_code import noting_files, seed_imports
-from framework.config.code import FILES_READ
+from framework.config.code import FILES_READ, loading
 from tests.test_provenance import assert_refused, edit, folder, record, run, stop_after_3  # noqa: F401
 
 
@@ -80,12 +80,16 @@ def test_a_file_that_is_written_too_hidden_or_of_the_machine_is_not_noted(here: 
         (here / ".git" / "refs" / "main").read_text()
         Path("/etc/hostname").read_text()
         Path(np.__file__).read_text()
+        Path(__file__).read_text()  # a module's source, as inspect reads it
         with pytest.raises(FileNotFoundError):
             open("missing")
         of_another_thread = threading.Thread(target=(here / "lock").read_text)
         of_another_thread.start()
         of_another_thread.join()
     assert not FILES_READ
+    FILES_READ["./of_an_earlier_run"] = "of_an_earlier_run"
+    with loading():
+        assert not FILES_READ
 
 
 def test_an_import_draws_the_same_each_time_and_moves_no_generator(here: Path) -> None:

@@ -85,6 +85,8 @@ def _note(file: Any, *, is_written: bool = False) -> None:
     is_of_system = from_here is path and any(map(path.is_relative_to, _SYSTEM))  # not a project there, as in a container
     if is_hidden or is_of_system or not is_own_code(str(path)):
         return
+    if path.suffix == ".py" and str(path) in {getattr(module, "__file__", None) for module in [*sys.modules.values()]}:
+        return  # the source of a module, which counts as code
     name = str(path) if from_here is path else f"./{from_here}"
     if is_written:
         _written.add(name)

@@ -120,9 +120,10 @@ def _executed(name: str, functions: Functions) -> Functions:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Attribute the modules that are loaded meanwhile to this command, others that nothing imports to the calling program."""
+    """Attribute what is loaded and read meanwhile to this command, others that nothing imports to the calling program."""
     global _depth
     if not _depth:
+        FILES_READ.clear()
         _programs.update(sys.modules.keys() - _loaded_by_commands)
     _depth += 1
     try:
