@@ -156,6 +156,7 @@ MALFORMED: dict[str, list[str]] = {
     "model.norm=batch trainer.sync_batchnorm=true parallel=ddp+pp launch.nproc_per_node=4": [Says("trainer.sync_batchnorm: true, but processes along the pipeline axis do not have their own samples (false, or parallel=ddp, zero, fsdp or hsdp)")],
     "parallel=fsdp launch.nproc_per_node=2 parallel.prefetch=0": [Says("parallel.prefetch: 0 ... null")],
     "model=mlp parallel=tensor launch.nproc_per_node=2 parallel.sequence=true": [Says("parallel.sequence: true MLP ... blocks() ... tensor_plan()")],
+    "model=mlp optimizer._target_=schedulefree.AdamWScheduleFree optimizer.lr=0.01 precision.optimizer_state=bf16": [Says("precision.optimizer_state: bf16, but AdamWScheduleFree needs its states outside of its steps too ...")],
     "model=mlp optimizer._target_=schedulefree.AdamWScheduleFree optimizer.lr=0.01 parallel=zero launch.nproc_per_node=2": [Says("parallel: ... averages the weights itself ... ddp ...")],
     "model=gpt dataset=synthetic dataset.kind=tokens task=language_modeling dataset.vocab_size=5 model.dim=16 model.num_heads=4 parallel=tensor launch.nproc_per_node=4": [Says("parallel.tensor: 4 ... embedding ... 5 rows ... ddp, zero")],
     "part=swa trainer.ema_decay=0.9": [Says("trainer.ema_decay: 0.9, but part.swa averages the weights too (one of them)")],

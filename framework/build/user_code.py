@@ -21,7 +21,6 @@ from framework.runtime.exits import is_own_code
 _SYSTEM = tuple(map(Path, ("/etc", "/usr", "/proc", "/sys", "/dev", "/run", "/var")))
 _INSTALLED = (sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 _LIBRARIES = tuple(f"{path}/" for path in (*_INSTALLED, Path(__file__).parents[1]))  # thousands of modules are there
-_written = set[str]()
 
 
 def seed_imports() -> None:
@@ -88,8 +87,4 @@ def _note(file: Any, *, is_written: bool = False) -> None:
     if path.suffix == ".py" and str(path) in {getattr(module, "__file__", None) for module in [*sys.modules.values()]}:
         return  # the source of a module, which counts as code
     name = str(path) if from_here is path else f"./{from_here}"
-    if is_written:
-        _written.add(name)
-        FILES_READ.pop(name, None)
-    elif name not in _written:
-        FILES_READ[name] = str(path)
+    FILES_READ[name] = "" if is_written else FILES_READ.get(name, str(path))

@@ -27,7 +27,8 @@ from framework.runtime.files import checksum
 TOP_LEVEL, CONTENT = "the top level", "its content"
 
 Functions = dict[str, str]  # the hash of each function's code, by the function's name in its module
-FILES_READ: dict[str, str] = {}  # files that components have read when they were built: `./FILE` from here, or the whole path
+# files that components have read when they were built: by `./FILE` from here, or by the whole path; "" if they write it too
+FILES_READ: dict[str, str] = {}
 _programs: set[str] = set()  # modules that the program which calls this framework has loaded between its commands
 _loaded_by_commands: set[str] = set()
 _depth = 0  # of `loading`
@@ -151,7 +152,7 @@ def loaded_unseen() -> dict[str, str]:
     names = sorted(sys.modules.keys() - _programs - _reached - {"__main__", "__mp_main__"})
     origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
     modules = {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))}
-    return modules | FILES_READ
+    return modules | {name: path for name, path in FILES_READ.items() if path}
 
 
 def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> list[str]:

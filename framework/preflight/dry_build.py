@@ -106,6 +106,9 @@ def _require_objects(model: nn.Module, build: Builder) -> None:
     precision, divergence = config.precision.name, config.trainer.divergence.action
     require_turns(model, config.optimizer, precision=precision, divergence=divergence)
     optimizer = require_optimizer(model, config.optimizer, config.scheduler)
+    if config.precision.optimizer_state and averages_itself(optimizer):
+        what = f"bf16, but {type(optimizer).__name__} needs its states outside of its steps too"
+        raise Refused("precision.optimizer_state", what, "null")
     demands = Demands(  # a mode about an existing run takes no step
         eval_every=config.trainer.eval_every if is_run else None,
         checkpoint_every=config.checkpoint.every if is_run else None,
