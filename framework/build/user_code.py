@@ -4,11 +4,10 @@ import builtins
 import io
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +18,6 @@ from framework.randomness import key, seeded
 from framework.runtime.exits import is_own_code
 
 _SYSTEM = tuple(map(Path, ("/etc", "/usr", "/proc", "/sys", "/dev", "/run", "/var")))
-_INSTALLED = (sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
-_LIBRARIES = tuple(f"{path}/" for path in (*_INSTALLED, Path(__file__).parents[1]))  # thousands of modules are there
 
 
 def seed_imports() -> None:
@@ -33,11 +30,12 @@ def seed_imports() -> None:
     execute = SourceFileLoader.exec_module
 
     def exec_module(loader: SourceFileLoader, module: ModuleType) -> None:
-        is_users = not loader.path.startswith(_LIBRARIES) and is_own_code(loader.path)
+        is_users = is_own_code(loader.path)
         with seeded(key(0, "import", module.__name__)) if is_users else nullcontext():
             execute(loader, module)
         if is_users and sys.modules.get(module.__name__) is not module:
             _note(loader.path)
+            _forget_sources()
 
     SourceFileLoader.exec_module = exec_module  # type: ignore[method-assign, assignment]
 
@@ -64,8 +62,7 @@ def noting_files() -> Iterator[None]:
     replaced = [(builtins, "open", opens, noted_open), (io, "open", opens, noted_open),
                 (io, "open_code", io.open_code, partial(noted, io.open_code))]  # fmt: skip
     if (safe := getattr(sys.modules.get("safetensors"), "safe_open", None)) is not None:
-        having = [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get("safe_open") is safe]
-        replaced += ((module, "safe_open", safe, partial(noted, safe)) for module in having)
+        replaced += ((module, "safe_open", safe, partial(noted, safe)) for module in _having(safe, len(sys.modules)))
     for owner, name, _, new in replaced:
         setattr(owner, name, new)
     try:
@@ -73,6 +70,12 @@ def noting_files() -> Iterator[None]:
     finally:
         for owner, name, before, _ in replaced:
             setattr(owner, name, before)
+        _forget_sources()
+
+
+@lru_cache(maxsize=1)  # thousands of modules are looked at: again only if there are others
+def _having(safe_open: Any, _: int) -> list[ModuleType]:
+    return [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get("safe_open") is safe_open]
 
 
 def _note(file: Any, *, is_written: bool = False) -> None:
@@ -84,7 +87,13 @@ def _note(file: Any, *, is_written: bool = False) -> None:
     is_of_system = from_here is path and any(map(path.is_relative_to, _SYSTEM))  # not a project there, as in a container
     if is_hidden or is_of_system or not is_own_code(str(path)):
         return
-    if path.suffix == ".py" and str(path) in {getattr(module, "__file__", None) for module in [*sys.modules.values()]}:
-        return  # the source of a module, which counts as code
     name = str(path) if from_here is path else f"./{from_here}"
     FILES_READ[name] = "" if is_written else FILES_READ.get(name, str(path))
+
+
+def _forget_sources() -> None:
+    """Forget the sources of modules, which are code already."""
+    if any(path.endswith(".py") for path in FILES_READ.values()):
+        sources = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+        for name in [name for name, path in FILES_READ.items() if path in sources]:
+            del FILES_READ[name]

@@ -74,7 +74,7 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         spec = find_module(name, searched)
         if spec is None:
             continue
-        if spec.origin is None or not _is_users(Path(spec.origin)):
+        if spec.origin is None or not _is_users(spec.origin):
             packages |= {name.split(".")[0]} if spec.origin is not None and "." not in name else set()
             continue
         if "." not in name:
@@ -151,7 +151,7 @@ def loaded_unseen() -> dict[str, str]:
         return {}
     names = sorted(sys.modules.keys() - _programs - _reached - {"__main__", "__mp_main__"})
     origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
-    modules = {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(Path(origin))}
+    modules = {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(origin)}
     return modules | {name: path for name, path in FILES_READ.items() if path}
 
 
@@ -207,14 +207,14 @@ def find_module(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
 
 
 @functools.cache
-def _is_users(path: Path) -> bool:
+def _is_users(origin: str) -> bool:
     """Return whether a module is the user's: not Python's, not an installed package's, and not the framework's.
 
     Our models always count as the user's, so that a run can move between a checkout and an installation.
     """
-    path = path.resolve()
-    is_users = path.suffix == ".py" and is_own_code(str(path)) and not path.is_relative_to(EXTRAS)
-    return is_users or path.is_relative_to(ROOT / "models")
+    if origin.endswith(".py") and is_own_code(origin):
+        return not Path(origin).resolve().is_relative_to(EXTRAS)
+    return "models" in origin and Path(origin).resolve().is_relative_to(ROOT / "models")
 
 
 # --- sources

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
-_STDLIB = (sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib"))
-_OTHERS = [Path(__file__).resolve().parents[1], *(Path(path).resolve() for path in _STDLIB)]  # not the user's code
+_PLACES = sysconfig.get_paths()
+_OTHERS = [Path(__file__).resolve().parents[1], *(Path(_PLACES[kind]).resolve() for kind in ("stdlib", "platstdlib"))]
+_LIBRARIES = tuple(f"{path}/" for path in (_PLACES["purelib"], _PLACES["platlib"], *_OTHERS))  # not the user's code
 
 
 class Exit(IntEnum):
@@ -117,6 +118,8 @@ def place_of(error: BaseException) -> str:
 
 def is_own_code(file: str) -> bool:
     """Return whether a file has the user's code, not that of this framework or of an installed package."""
+    if file.startswith(_LIBRARIES):  # thousands of modules, without a look at the disk
+        return False
     path = Path(file).resolve()
     is_installed = {"site-packages", "dist-packages"} & {*path.parts}
     return path.is_file() and not is_installed and not any(map(path.is_relative_to, _OTHERS))
