@@ -13,7 +13,7 @@ HYDRA = {
     "train.py",
     "framework/cli/callbacks.py",
     "extras/adopt/program.py",  # composes another program
-    *(f"framework/sweep/{part}.py" for part in ("line", "launchers")),
+    *(f"framework/sweep/{part}.py" for part in ("line", "launchers", "other_sweeper")),
     *(
         f"framework/config/{part}.py"
         for part in ("compose", "hydra_compose", "hydra_settings", "folders", "overrides", "targets")

@@ -91,16 +91,17 @@ class Runner:
         self.record: Callable[[], None] = lambda: None  # called when the states of jobs have changed
         self._num_started = 0
         loader = _Loader(directory, self._group)
-        config = loader.load_sweep_config(None, first.line)
+        self.config = config = loader.load_sweep_config(None, first.line)
         OmegaConf.update(config, "hydra.launcher", node, merge=False, force_add=True)
         try:
             self.launcher: Launcher = instantiated(OmegaConf.to_container(config.hydra.launcher, resolve=True))
         except Exception as error:  # of any launcher
             raise Unfit(str(Problem.of_error("hydra.launcher", error))) from error
-        context = HydraContext(config_loader=loader, callbacks=Callbacks())  # type: ignore[arg-type]  # the job calls callbacks
+        # the job calls callbacks
+        self.context = HydraContext(config_loader=loader, callbacks=Callbacks())  # type: ignore[arg-type]
         if not isinstance(self.launcher, OwnLauncher):  # its jobs import this framework, perhaps in another Python
             variables()["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables().get("PYTHONPATH")])])
-        self.launcher.setup(hydra_context=context, task_function=run_task, config=config)
+        self.launcher.setup(hydra_context=self.context, task_function=run_task, config=config)
 
     def run(self, jobs: Iterable[Job], *, should_stop: Callable[[Job], bool] = lambda job: False) -> None:
         """Run the jobs that have not finished; no two of them are the same run. Each job then has its exit code."""

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper as HydraSweeper
 from omegaconf import DictConfig, OmegaConf
 
 from framework.config.folders import groups, options
@@ -25,10 +26,11 @@ from framework.sweep.sweeper import Sweeper
 class Multirun:
     """The parsed command line of a sweep."""
 
-    fixed: list[str]  # the overrides that all jobs share
+    arguments: list[str]  # the overrides of the jobs, as they are written
+    fixed: list[str]  # those that all jobs share
     space: Space
     launcher: Node
-    sweeper: Sweeper | None  # None: all combinations of the values
+    sweeper: Sweeper | Node | None  # a node: another package's; None: all combinations of the values
 
     def line(self, values: Values) -> list[str]:
         """Return a job's command line. If strategies are swept, `single` gets one process."""
@@ -55,21 +57,22 @@ def read(overrides: list[str]) -> tuple[Multirun, list[Problem]]:
     for key in [key for key in swept if is_hydras(key) or key == "mode"]:
         problems.append(Problem(key, "cannot be swept", "one value for all jobs"))
         del swept[key]
-    if (sweeper is not None or "hydra/sweeper=optuna" in hydras) and not swept:
+    draws, is_others = isinstance(sweeper, Sweeper), isinstance(sweeper, dict)
+    if (draws or "hydra/sweeper=optuna" in hydras) and not swept:
         problems.append(Problem("hydra/sweeper", "optuna, but there is nothing to search", "as in " + EXAMPLE))
     space: dict[str, Any] = {}
     for key, override in swept.items():
         if sweeper is None and problems and override.is_interval_sweep():
             continue  # the search has problems
         try:
-            space[key] = distribution(override) if sweeper is not None else swept_values(override)
+            space[key] = distribution(override) if draws else swept_values(override, ends=is_others)
         except ValueError as error:
             problems.append(Problem(key, str(error), "as in " + EXAMPLE))
     for key, values in space.items():
         for value in named_values(values) if key in groups() else []:
             if read_settings(hydras, [*fixed, f"{key}={value}"])[0].params != params:
                 problems.append(Problem(key, f"{value} defines its own sweep", "one such option, not swept"))
-    return Multirun(fixed, space, launcher, sweeper), problems
+    return Multirun(line, fixed, space, launcher, sweeper), problems
 
 
 def _is_setting(text: str) -> bool:
@@ -109,7 +112,7 @@ class Settings(NamedTuple):
     """The settings of a sweep."""
 
     launcher: Node = LAUNCHER
-    sweeper: Sweeper | None = None  # None: all combinations of the values
+    sweeper: Sweeper | Node | None = None  # as of Multirun
     params: dict[str, str] = {}  # the swept keys of the files, and their values
 
 
@@ -126,18 +129,20 @@ def read_settings(hydras: list[str], line: list[str]) -> tuple[Settings, list[Pr
         hydra = OmegaConf.masked_copy(files.settings.hydra, ["launcher", "sweeper"])
         keys = [f"hydra.{key}" for key in flat(_plain(hydra)) if key.startswith("launcher.")]
         for key, value in values.items():
-            OmegaConf.update(hydra, key, value, force_add=True)
+            is_another = key in ("launcher", "sweeper") and isinstance(value, dict) and "_target_" in value
+            OmegaConf.update(hydra, key, value, merge=not is_another, force_add=True)
     except Exception as error:  # a faulty file; if it is another file, the check of the jobs reports it
         return Settings(), [Problem(" ".join(hydras), one_line(error))] if composes(choices) else []
     launcher, sweeper = (_plain(hydra)[name] for name in ("launcher", "sweeper"))
     if not isinstance(sweeper, dict) or not isinstance(sweeper.get("params") or {}, dict):
         return Settings(), [Problem("hydra/sweeper", "has no keys, or params without keys", "KEY: VALUES")]
-    params = {key: str(value) for key, value in flat(sweeper.pop("params", None) or {}).items()}
+    is_others = sweeper.get("_target_", _GRID) not in (_GRID, _OPTUNA)  # what its keys mean is its own
+    params = {} if is_others else {key: str(value) for key, value in flat(sweeper.pop("params", None) or {}).items()}
     found, problems = _sweeper(sweeper)
     for key in [] if "launcher._target_" in values else given:  # as in Hydra: many launchers take any key, and ignore it
         if key.startswith("hydra.launcher.") and key not in keys:
             problems += unknown_key(key, None, known=keys)
-    return Settings(launcher, found, params), problems or _launcher_problems(launcher)
+    return Settings(launcher, found, params), problems or _plugin_problems("launcher", launcher, Launcher)
 
 
 def _plain(hydra: DictConfig) -> dict[str, Any]:
@@ -169,24 +174,24 @@ def _option_problems(group: str, name: str) -> list[Problem]:
     return [Problem(group, f"no option {shown(name)}", expected)]
 
 
-def _launcher_problems(node: Node) -> list[Problem]:
-    """Return the problems of the node of a launcher. This imports its class."""
-    if problems := component_problems("hydra.launcher", node, known=[]):
+def _plugin_problems(name: str, node: Node, kind: type) -> list[Problem]:
+    """Return the problems of the node of a launcher or a sweeper. This imports its class."""
+    if problems := component_problems(f"hydra.{name}", node, known=[]):
         return problems
-    found, what = locate(node["_target_"]), f"{node['_target_']} is not a launcher"
-    is_launcher = isinstance(found, type) and issubclass(found, Launcher)
-    return [] if is_launcher else [Problem("hydra.launcher._target_", what, "a class with hydra.plugins.launcher.Launcher")]
+    found, what = locate(node["_target_"]), f"{node['_target_']} is not a {name}"
+    is_one = isinstance(found, type) and issubclass(found, kind)
+    return [] if is_one else [Problem(f"hydra.{name}._target_", what, f"a class with {kind.__module__}.{kind.__name__}")]
 
 
-def _sweeper(node: Node) -> tuple[Sweeper | None, list[Problem]]:
-    """Return the settings of a search, or None for a grid; and their problems."""
+def _sweeper(node: Node) -> tuple[Sweeper | Node | None, list[Problem]]:
+    """Return the settings of a search, another package's sweeper, or None for a grid; and their problems."""
     target = node.pop("_target_", _GRID)
     if target == _GRID:
         return None, [Problem(f"hydra.sweeper.{name}", "unknown key", done_here(name) or "only with hydra/sweeper=optuna")
                       for name, value in node.items() if value is not None]  # fmt: skip
     if target != _OPTUNA:
-        what = f"{shown(target)} would draw jobs that this program cannot check and continue"
-        return None, [Problem("hydra.sweeper._target_", what, f"one of {_GRID}, {_OPTUNA}")]
+        other = {"_target_": target, **node}
+        return other, _plugin_problems("sweeper", other, HydraSweeper)
     if missing := missing_extra("hydra/sweeper", "search"):
         return None, missing
     node = {name: value for name, value in node.items() if value is not None or name in Sweeper.model_fields}

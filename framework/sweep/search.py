@@ -31,7 +31,7 @@ from framework.sweep.jobs import Job, exit_code
 from framework.sweep.launchers import OwnLauncher, Runner
 from framework.sweep.line import Multirun
 from framework.sweep.space import Values
-from framework.sweep.sweeper import built_quietly
+from framework.sweep.sweeper import Sweeper, built_quietly
 
 
 @contextmanager
@@ -51,7 +51,7 @@ class Search:
     """
 
     def __init__(self, multirun: Multirun, *, saving: CheckpointSection, place: Path) -> None:
-        assert multirun.sweeper is not None
+        assert isinstance(multirun.sweeper, Sweeper)
         self._multirun, self._sweeper, self._monitor = multirun, multirun.sweeper, saving.monitor
         self._num_trials = multirun.sweeper.n_trials
         self._direction: Literal["minimize", "maximize"] = "maximize" if saving.direction == "max" else "minimize"

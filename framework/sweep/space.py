@@ -33,9 +33,11 @@ def samples(space: Space) -> list[Values]:
 EXAMPLE = '"optimizer.lr=tag(log, interval(1e-4, 1e-1))"'
 
 
-def swept_values(override: Any) -> list[str]:
-    """Return the listed values of an override. Raise ValueError if it lists no values, or if no value remains."""
+def swept_values(override: Any, *, ends: bool = False) -> list[str]:
+    """Return the listed values of an override, with `ends` also of an interval. Raise ValueError if there are none."""
     if override.is_interval_sweep():
+        if ends:
+            return [str(override.value().start), str(override.value().end)]
         raise ValueError("an interval has infinitely many values: hydra/sweeper=optuna draws from it")
     if hasattr(override.value(), "filter"):  # glob(...)
         values = override.value().filter(options(override.key_or_group))

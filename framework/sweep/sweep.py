@@ -33,12 +33,14 @@ from framework.runtime.secrets import redact
 from framework.sweep.jobs import Job, exit_code, problems_of
 from framework.sweep.line import Multirun, read
 from framework.sweep.space import Values, combinations, samples
+from framework.sweep.sweeper import Sweeper
 
 if TYPE_CHECKING:
     from framework.sweep.launchers import Runner
+    from framework.sweep.other_sweeper import Asked
     from framework.sweep.search import Search
 
-JobSource: TypeAlias = "Grid | Search"  # the source of a sweep's jobs
+JobSource: TypeAlias = "Grid | Search | Asked"  # the source of a sweep's jobs
 
 
 def sweep(overrides: list[str], problems: list[Problem]) -> int:
@@ -71,21 +73,26 @@ class Sweep:
     def directory(self) -> Path:
         """The sweep's directory. Its name is a hash of the sweep's runs; for a search, of its start and its way of drawing."""
         decides: Any = sorted([job.config.name, job.config.run.id] for job in self.jobs)
-        if (search := self.multirun.sweeper) is not None:
-            decides = [decides, str(self.multirun.space), [search.sampler, search.pruner, search.study_name]]
+        if (sweeper := self.multirun.sweeper) is not None:
+            own = [sweeper.sampler, sweeper.pruner, sweeper.study_name] if isinstance(sweeper, Sweeper) else sweeper
+            decides = [decides, str(self.multirun.space), own]
         return Path(self.jobs[0].config.run.root) / "sweeps" / digest_of(decides)[:12]
 
     def source(self) -> JobSource:
         """Return the source of the jobs."""
         if self.multirun.sweeper is None:
             return Grid(self.jobs)
+        if not isinstance(self.multirun.sweeper, Sweeper):
+            from framework.sweep.other_sweeper import Asked
+
+            return Asked(self.multirun, place=self.directory / "jobs.json")
         from framework.sweep.search import Search  # the import of Optuna takes a second
 
         return Search(self.multirun, saving=self.jobs[0].config.checkpoint, place=self.directory / "search.db")
 
     def on_disk(self) -> AbstractContextManager[None]:
         """Return a context that raises DiskFailed for errors of a search's storage."""
-        if self.multirun.sweeper is None:
+        if not isinstance(self.multirun.sweeper, Sweeper):
             return nullcontext()
         from framework.sweep.search import disk_errors
 
@@ -108,7 +115,7 @@ def print_sweep_status(sweep: Sweep) -> int:
 def print_sweep_plan(sweep: Sweep) -> int:
     rows, sweeper = sweep.rows(), sweep.multirun.sweeper
     print(listing(rows), end="")
-    if sweeper is not None:
+    if isinstance(sweeper, Sweeper):
         print(f"{max(0, sweeper.n_trials - len(rows))} of {sweeper.n_trials} trials are still to be drawn")
     return Exit.FINISHED
 
