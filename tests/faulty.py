@@ -196,6 +196,58 @@ class Clamped(Net):
         return x
 
 
+class Initialised(Net):
+    """Its shift is set by the first samples that it sees, as in a normalising flow."""
+
+    def make(self) -> None:
+        self.shift = nn.Parameter(torch.zeros(12))
+        self.register_buffer("is_set", torch.zeros(()))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.shift.data.copy_(-x.detach().mean(0))
+            self.is_set.fill_(1.0)
+        return x + self.shift
+
+
+class Mapped(Net):
+    """Its middle is called by vmap, in which no number can be read."""
+
+    def make(self) -> None:
+        self.inner = nn.Linear(12, 12)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.vmap(torch.func.jacrev(lambda one: self.inner(one).tanh()))(x).sum(-1) + x
+
+
+class OddKeys:
+    """A part whose state has a key that no file can have."""
+
+    def __init__(self, key: Any, is_inner: bool) -> None:
+        value = torch.zeros(2)
+        self.state: dict[Any, Any] = {"inner": {key: value}} if is_inner else {key: value}
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
+class Saving:
+    """A part that changes the weights, or the rate, when the run saves."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def saving(self, loop: Any) -> None:
+        if self.what == "rate":
+            loop.lr_share *= 0.5
+        else:
+            with torch.no_grad():
+                next(loop.module.parameters()).mul_(0.5)
+
+
 class LateBuffer(Net):
     def make(self) -> None:
         self.register_buffer("mean", None)

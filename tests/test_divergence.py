@@ -25,6 +25,7 @@ from tests.harness import (
     around,
     assert_close,
     assert_same_bits,
+    checked,
     command,
     finished,
     note_steps,
@@ -178,6 +179,27 @@ def test_killed_about_a_rollback_it_ends_with_the_same_bits(number: int, tmp_pat
         if number == 14:
             break  # the rollback is behind the newest checkpoint
     assert_same_bits(finished(*line, root=tmp_path / "runs", before=bad_batches(BAD)), whole)
+
+
+@pytest.mark.parametrize(
+    "stops", [[9], pytest.param([5, 6, 9, 10], marks=pytest.mark.slow)], ids=["once", "more often than checkpoints are kept"]
+)
+def test_a_rollback_does_not_go_back_to_what_a_stop_has_saved(stops: list[int], tmp_path: Path) -> None:
+    line = [*LINE, ROLLBACK, "checkpoint.keep_last=1"]
+    whole = once(*line, before=bad_batches(BAD))
+    for step in stops:
+        faults = together(bad_batches(BAD), after_step(step, preempt))
+        assert command(*line, root=tmp_path / "runs", before=faults).code == 75
+    ended = finished(*line, root=tmp_path / "runs", before=bad_batches(BAD))
+    assert ": back to step 8, without the batches since" in ended.output
+    assert_same_bits(ended, whole)
+
+
+def test_where_a_rollback_goes_back_to_is_part_of_a_run() -> None:
+    every = [
+        checked(*RUN, *words, "checkpoint.every=5").run.id == checked(*RUN, *words).run.id for words in ([ROLLBACK], [SKIP])
+    ]
+    assert every == [False, True]
 
 
 def infinite_evaluation() -> None:

@@ -202,6 +202,14 @@ def test_a_callback_that_cannot_be_built_is_refused_in_a_line(node: str, folder:
     assert refused.output == Says("[rank 0] ERROR: hydra.callbacks: cannot be built: ... _target_ ...")
 
 
+def test_a_callback_that_changes_the_configuration_is_refused(folder: Path) -> None:
+    text = "from hydra.experimental.callback import Callback\nclass Mine(Callback):\n"
+    text += "    def on_run_start(self, config, **_): config.optimizer.lr = 0.5\n"
+    (folder / "mine.py").write_text(text)
+    refused = run(folder, "+hydra.callbacks.mine._target_=mine.Mine")
+    assert refused.code == 78 and refused.output == Says("[rank 0] ERROR: hydra.callbacks: a callback changes optimizer.lr ...")
+
+
 def test_values_of_hydra_resolve(folder: Path) -> None:
     words = ["hydra.job.name=x", "name=${hydra:job.name}-${hydra:runtime.choices.optimizer}", "optimizer=sgd"]
     config = compose_line([*LINE, *words, "run.group=${hydra:runtime.output_dir}"]).config["run"]

@@ -142,6 +142,8 @@ MALFORMED: dict[str, list[str]] = {
     "invariance=bitwise micro_batch_size=2 trainer.sync_batchnorm=true": [Says("trainer.sync_batchnorm: true ... invariance=bitwise")],
     "invariance=bitwise micro_batch_size=2 checkpoint.every=null parallel=ddp parallel.compression=int8": [Says("parallel.hook: extras.compression.hooks.Int8")],
     "trainer.divergence.action=rollback checkpoint.every=null parallel=ddp parallel.compression=top_k": [Says("trainer.divergence.action: rollback ... parallel.hook (extras.compression.hooks.TopK)")],
+    "trainer.divergence.action=rollback checkpoint.every=10min": [Says("checkpoint.every: 10min, but a rollback ... (steps ...")],
+    "trainer.eval_every=10min trainer.early_stopping.patience=2": [Says("trainer.eval_every: 10min, but early stopping ... (steps ...")],
     "trainer.divergence.action=rollback trainer.divergence.back=3": [Says("trainer.divergence.back: 3 ... checkpoint.keep_last=2 ... 2")],
     "trainer.divergence.action=rollback parallel=parameter-server parallel.mode=async launch.nproc_per_node=2": [Says("trainer.divergence.action: rollback, but under ")],
     "scheduler._target_=torch.optim.lr_scheduler.StepLR +scheduler.step_size=2": [Says("scheduler.every: is missing (epoch or step ...")],

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.data.order import Order
+from framework.tasks.own_loss import OwnLoss
 from tests import zoo
 from tests.harness import assert_close, assert_same_bits, command, exact_rows, finished, once, refused
 from tests.zoo import hf
@@ -153,6 +154,13 @@ def test_two_processes_compute_what_one_does(name: str, tmp_path: Path) -> None:
     two = finished(*CASES[name], "parallel=ddp", "launch.nproc_per_node=2", "rehearse=true", root=tmp_path / "runs")
     assert_close(two, once(*CASES[name]), tolerance=PRECISE.get(name, 1e-10))
     assert "loss of a batch" not in two.output
+
+
+def test_inputs_in_a_list_or_a_tuple_are_the_arguments_of_the_model() -> None:
+    for inputs in ([1, 2], (1, 2)):
+        assert OwnLoss(weight="samples", labels="labels", evaluates_in_training_mode=False)._call(
+            lambda *given: given, inputs, 3
+        ) == (1, 2, 3)
 
 
 @pytest.mark.slow

@@ -82,6 +82,12 @@ FOUND = {
     "a hidden momentum": (optimizer("Hidden"), "optimizer: ... Hidden takes a different step ... optimizer.state"),
     "a set": (optimizer("Unkept"), "optimizer: ... of type set"),
     "a clamp, on two": ([*model("Clamped"), "parallel=ddp", TWO], "model: ... changes last.weight ... parametrize ..."),
+    "a shift that is set by the first samples, on two": ([*model("Initialised"), "parallel=ddp", TWO], "model: its forward changes shift, a parameter ..."),
+    "a part that changes weights when the run saves": ([*model("Net"), "+part.saves={_target_: tests.faulty.Saving, what: weights}"], "part.saves: saving() changes the weights ..."),
+    "a part that changes the rate when the run saves": ([*model("Net"), "+part.saves={_target_: tests.faulty.Saving, what: rate}"], "part.saves: saving() changes the weights or the learning rate ..."),
+    "a state with a number as a key": ([*model("Net"), "+part.keyed={_target_: tests.faulty.OddKeys, key: 3, is_inner: true}"], "part.keyed: state_dict() has the key 3 (a text without /)"),
+    "a state with a key that is a path": ([*model("Net"), "+part.keyed={_target_: tests.faulty.OddKeys, key: a/b, is_inner: false}"], "part.keyed: state_dict() has the key 'a/b' (a text without /)"),
+    "a plateau of evaluations by the clock": ([*RUN, "model=mlp", "part=plateau", "trainer.eval_every=1min"], "part.plateau: keeps ... trainer.eval_every is a time ... (steps ..."),
     "a buffer made late": (model("LateBuffer"), "model: ... makes a parameter or buffer (mean) ... constructor"),
     "SyncBatchNorm": ([*model("Synchronised"), "parallel=ddp", TWO], "model: ... trainer.sync_batchnorm=true"),
     "a sparse gradient": (model("Sparse"), "model: table.weight ... sparse=False"),
@@ -229,6 +235,8 @@ RIGHT = {
     "latest activations": model("LastSeen"),
     "a generator that is not used": [*model("Patient"), "+model.kind=generator"],
     "a clamp, alone": model("Clamped"),
+    "a shift that is set by the first samples, alone": model("Initialised"),
+    "modules in a vmap, on two": [*model("Mapped"), "parallel=ddp", TWO],
     "a fixed micro-batch": [*model("Fixed"), "micro_batch_size=16", "global_batch_size=32", "dataset.num_train=64"],
     "an optimizer that draws": optimizer("Langevin"),
     "data from common generators": dataset("Shuffled"),
@@ -314,10 +322,18 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
     assert found(line) == []  # one process
     ddp = [*line, "parallel=ddp", TWO]
     (finding,) = found(ddp)
-    assert finding.is_warning and said(finding) == Says(expected + " depend on the number of processes (set micro_batch_size)")
+    assert finding.is_warning and said(finding) == Says(expected + " depend on the number of processes (set micro_batch_size")
+    assert ("only the samples of a step's micro-batch 0" in said(finding)) == (" buffer " in expected)
     assert found([*ddp, "micro_batch_size=2"]) == []
     (finding,) = found([*line, "micro_batch_size=auto"])
-    assert said(finding) == Says(f"{expected} and their memory (set micro_batch_size to a number)")
+    assert said(finding) == Says(f"{expected} and their memory (set micro_batch_size to a number")
+
+
+@pytest.mark.slow
+def test_a_parameter_that_each_micro_batch_sets_is_warned_of() -> None:
+    (finding,) = found([*model("Initialised"), "micro_batch_size=4"])
+    expected = "model: its forward changes shift, a parameter, in each micro-batch of a step anew (micro_batch_size=null ..."
+    assert finding.is_warning and said(finding) == Says(expected)
 
 
 @pytest.mark.slow

@@ -16,12 +16,13 @@ from framework.build.measure import stopwatch
 from framework.build.model_changes import change_model
 from framework.build.schedules import peak_lr, schedules
 from framework.build.sources import Sources
-from framework.build.user_code import seed_imports
+from framework.build.user_code import noting_files, seed_imports
 from framework.checkpoint.saver import Saver
 from framework.checkpoint.state import Progress
 from framework.checkpoint.store import CheckpointStore
 from framework.checkpoint.weights import warm_start
 from framework.config.init_from import entries_of
+from framework.config.period import seconds_of
 from framework.config.schema import RunConfig
 from framework.config.targets import component, instantiated, locate
 from framework.data.load import load_in_turns, load_split
@@ -184,7 +185,8 @@ class Builder:
         elif limit is not None and not is_training:
             source = Selected(source, np.arange(min(len(source), limit * size)))
         is_sampled = is_training and config.trainer.overfit_batches is None
-        sampler: Any = component(config.sampler)() if is_sampled and config.sampler else None
+        with noting_files():
+            sampler: Any = component(config.sampler)() if is_sampled and config.sampler else None
         draw = partial(sampler.epoch, source=source, seed=config.seed) if sampler is not None else None
         growing = [part.batch_size for part in self.answering.values() if hasattr(part, "batch_size") and is_training]
         grow = partial(growing[0], global_batch_size=size) if growing else None
@@ -211,19 +213,15 @@ class Builder:
     def store(self) -> CheckpointStore:
         kept, claim = self.config.checkpoint, Claim(self.directory.path, self._token)
         return CheckpointStore(
-            self.directory.checkpoints,
-            world=self.world,
-            keep_last=kept.keep_last,
-            keep_best=kept.keep_best,
-            mode=kept.direction,
-            claim=claim,
-        )
+            self.directory.checkpoints, world=self.world, keep_last=kept.keep_last, keep_best=kept.keep_best,
+            mode=kept.direction, claim=claim, keeps_scheduled=self.config.trainer.divergence.action == "rollback",
+        )  # fmt: skip
 
     def trainer(self) -> Trainer:
         """Build a run's trainer, at step 0. Collective."""
         config, world, store, saving = self.config, self.world, self.store(), self.config.checkpoint
         sinks = components.sinks(config.logger) if world.rank == 0 else {}
-        recorder = Recorder(self.directory, world=world, sinks=sinks)
+        recorder = Recorder(self.directory, world=world, sinks=sinks, accepts_code=config.run.code == "accept")
         module = self.model(on_meta=self.is_sent and world.rank > 0)
         module.train()  # once, as in any loop: a library may return it in eval mode, and an author may override train()
         structure.freeze_parameters(module, config.trainer.freeze)
@@ -268,15 +266,17 @@ class Builder:
         )  # fmt: skip
         parts = components.loop_parts(self.config.part)
         engine.observers += [part.observe for part in parts.values() if hasattr(part, "observe")]
-        return LoopParts(parts, loop, blame=blame)
+        return LoopParts(parts, loop, blame=blame, by_clock=seconds_of(self.config.trainer.eval_every) is not None)
 
     def update(self, engine: Engine, trained: list[Trainable], *, total_steps: int, order: Order) -> Update:
         config, build = self.config, components.optimizer_builder(self.config.optimizer)
-        optimizer = engine.optimizer(with_bf16_states(build) if config.precision.optimizer_state else build, trained)
+        with noting_files():
+            optimizer = engine.optimizer(with_bf16_states(build) if config.precision.optimizer_state else build, trained)
         settings, changes = config.trainer, list[updates.ChangeGradients]()  # in this order
         if settings.clip_grad_value is not None:
             changes.append(updates.ClipValues(trained, max_value=settings.clip_grad_value))
-        found = schedules(config.scheduler, optimizer, of=config.optimizer, total_steps=total_steps, order=order)
+        with noting_files():
+            found = schedules(config.scheduler, optimizer, of=config.optimizer, total_steps=total_steps, order=order)
         average: Average | None = None
         shares = [part.average_share for part in self.answering.values() if hasattr(part, "average_share")]
         if updates.averages_itself(optimizer):

@@ -6,14 +6,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from framework.config.code import FILES_READ
+from framework.config.code import note_import
+from framework.config.files_read import forget_sources, note
 from framework.randomness import key, seeded
 from framework.runtime.exits import is_own_code
 
@@ -30,12 +31,17 @@ def seed_imports() -> None:
     execute = SourceFileLoader.exec_module
 
     def exec_module(loader: SourceFileLoader, module: ModuleType) -> None:
-        is_users = is_own_code(loader.path)
-        with seeded(key(0, "import", module.__name__)) if is_users else nullcontext():
+        if not is_own_code(loader.path):
             execute(loader, module)
-        if is_users and sys.modules.get(module.__name__) is not module:
+            return
+        source = Path(loader.path).read_bytes()
+        with seeded(key(0, "import", module.__name__)):
+            execute(loader, module)
+        if sys.modules.get(module.__name__) is module:
+            note_import(module.__name__, source)
+        else:
             _note(loader.path)
-            _forget_sources()
+            forget_sources()
 
     SourceFileLoader.exec_module = exec_module  # type: ignore[method-assign, assignment]
 
@@ -70,7 +76,7 @@ def noting_files() -> Iterator[None]:
     finally:
         for owner, name, before, _ in replaced:
             setattr(owner, name, before)
-        _forget_sources()
+        forget_sources()
 
 
 @lru_cache(maxsize=1)  # thousands of modules are looked at: again only if there are others
@@ -88,12 +94,4 @@ def _note(file: Any, *, is_written: bool = False) -> None:
     if is_hidden or is_of_system or not is_own_code(str(path)):
         return
     name = str(path) if from_here is path else f"./{from_here}"
-    FILES_READ[name] = "" if is_written else FILES_READ.get(name, str(path))
-
-
-def _forget_sources() -> None:
-    """Forget the sources of modules, which are code already."""
-    if any(path.endswith(".py") for path in FILES_READ.values()):
-        sources = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
-        for name in [name for name, path in FILES_READ.items() if path in sources]:
-            del FILES_READ[name]
+    note(name, str(path), is_written=is_written)

@@ -106,6 +106,7 @@ class SavedState(Plain):
     data: dict[SplitName, dict[Word, Word]]  # fingerprints
     stream: dict[str, Any] = {}  # the place in a stream of training samples, before the last step
     kept: PlainState
+    is_scheduled: bool = True  # by checkpoint.every, and not because of a stop or a best value
     record_id: Annotated[str, Field(pattern=f"^{RECORD_ID.pattern}$")] | None = None  # the run's name in loggers
     rows: SavedRows | None = None
     stopped: Word = ""  # the reason why a part has ended the run

@@ -32,6 +32,7 @@ class CheckpointStore:
     keep_best: int
     mode: str
     claim: Claim = Claim(Path())  # the claim to the run's directory
+    keeps_scheduled: bool = False  # then the last checkpoints that were saved by checkpoint.every are kept too
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write and commit the checkpoint of `step`. Raise DiskFailed on every rank if any rank could not write.
@@ -78,12 +79,14 @@ class CheckpointStore:
         found = manifest.candidates(self.directory)  # the newest first
         valid = found[found.index(committed) :]
         kept = {*valid[: self.keep_last], *self._best(valid)[: self.keep_best]}
+        if self.keeps_scheduled:
+            kept.update([path for path in valid if _of_state(path, "is_scheduled")][: self.keep_last])
         for path in found:
             if path not in kept:
                 manifest.discard(path)  # not flushed: after a power cut it may exist again; the next deletion removes it
 
     def _best(self, found: list[Path]) -> list[Path]:
-        values = {path: value for path in found if (value := _monitor(path)) is not None}
+        values = {path: value for path in found if (value := _of_state(path, "monitor")) is not None}
         return sorted(values, key=lambda path: values[path], reverse=self.mode == "max")
 
     def is_among_best(self, value: float) -> bool:
@@ -91,8 +94,8 @@ class CheckpointStore:
         sign = -1 if self.mode == "max" else 1
 
         def is_among() -> bool:
-            others = [other for path in manifest.candidates(self.directory) if (other := _monitor(path)) is not None]
-            return sum(sign * other <= sign * value for other in others) < self.keep_best
+            others = [_of_state(path, "monitor") for path in manifest.candidates(self.directory)]
+            return sum(other is not None and sign * other <= sign * value for other in others) < self.keep_best
 
         return self._listed(is_among)
 
@@ -114,19 +117,22 @@ class CheckpointStore:
         return self._listed(lambda: not manifest.candidates(self.directory))
 
     def newest_valid(
-        self, *, back: int = 0, unfit: Callable[[Path, dict[str, Any]], str | None] = lambda path, state: None
-    ) -> tuple[Path, dict[str, Any]] | None:
+        self, *, back: int = 0, unfit: Callable[[Path, dict[str, Any]], str | None] = lambda path, state: None,
+        is_scheduled: bool = False,
+    ) -> tuple[Path, dict[str, Any]] | None:  # fmt: skip
         """Return the `back`-th newest valid checkpoint (0 = the newest), or else the oldest, and its state.
 
-        Return None without checkpoints. Skip checkpoints that are damaged, or for which `unfit` returns a reason, with a
-        warning. If none remains, raise NoValidCheckpoint with a line for each. `unfit` is collective, and gets a path and a
-        state.
+        With `is_scheduled`, only those count that were saved by checkpoint.every. Return None without checkpoints. Skip
+        checkpoints that are damaged, or for which `unfit` returns a reason, with a warning. If none remains, raise
+        NoValidCheckpoint with a line for each. `unfit` is collective, and gets a path and a state.
         """
         if self.claim.token:
             self.world.agreement.on_rank_0(
                 lambda: manifest.put_back(self.directory), what=f"{self.directory} cannot be written"
             )
         found = self._listed(lambda: manifest.candidates(self.directory))
+        if is_scheduled:
+            found = self._listed(lambda: [path for path in found if _of_state(path, "is_scheduled")])
         reasons, is_damaged = list[str](), False
         for path in found[min(back, max(0, len(found) - 1)) :]:
             reason, state = self._verified(path)
@@ -196,8 +202,9 @@ def _fault(look: Callable[[], None]) -> str | None:
     return None
 
 
-def _monitor(path: Path) -> float | None:
+def _of_state(path: Path, name: str) -> Any:
+    """Return a value of a checkpoint's state; None if it cannot be read."""
     try:
-        return manifest.read_state(path)["monitor"]
+        return manifest.read_state(path).get(name)
     except (OSError, Invalid):
         return None

@@ -238,7 +238,8 @@ def _ancestor(ancestor: Ancestor) -> Iterable[str]:
         yield from (f"  changed in between, and accepted: {text}" for text in start.accepted)
         earlier = facts
     if steps := directory.read_summary().get("continued_at"):
-        yield f"interrupted and continued after step {', '.join(map(str, steps))}: this changes no number"
+        what = "" if any(start.accepted for start in ancestor.starts) else ": this changes no number"
+        yield f"interrupted and continued after step {', '.join(map(str, steps))}{what}"
 
 
 def _code(start: Start) -> str:

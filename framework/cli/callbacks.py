@@ -12,6 +12,7 @@ from framework.config.code import code_of
 from framework.config.compose import with_hydra
 from framework.config.folders import config_name, enter_project
 from framework.config.hydra_compose import hydra_node
+from framework.config.identity import flat
 from framework.config.overrides import one_line
 from framework.runtime.exits import Exit, Unfit
 from framework.runtime.problem import Problem
@@ -38,10 +39,15 @@ def callbacks(overrides: list[str], *, around: Literal["run", "job", "multirun"]
         raise Unfit(str(Problem("hydra.callbacks", f"cannot be built: {one_line(error)}", expected))) from error
     code_of(type(one).__module__ for one in found.callbacks)  # their modules must not count as the run's
     ended.cfg, ended.hydra_cfg = config, OmegaConf.masked_copy(config, "hydra")
+    before = flat(OmegaConf.to_container(config))  # type: ignore[arg-type]  # keys are strings
     if around != "job":
         getattr(found, f"on_{around}_start")(config=config, config_name=config_name())
     if around != "multirun":
         found.on_job_start(config=config, task_function=lambda config: None)
+    now = flat(OmegaConf.to_container(config))  # type: ignore[arg-type]
+    if changed := [key for key in before | now if before.get(key) != now.get(key) and not key.startswith("hydra.")]:
+        what = f"a callback changes {changed[0]}, but the configuration has been checked, and has named the run"
+        raise Unfit(str(Problem("hydra.callbacks", what, "set it on the command line, or in a file")))
     try:
         yield ended
     finally:

@@ -17,23 +17,19 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from xxhash import xxh3_128
-
+from framework.config.files_read import CONTENT, as_read, content_of, files_read, forget, is_file
 from framework.config.folders import DOTTED, EXTRAS, ROOT, enter_project
 from framework.config.frozen_file import digest_of
 from framework.runtime.exits import is_own_code
-from framework.runtime.files import checksum
 
-TOP_LEVEL, CONTENT = "the top level", "its content"
+TOP_LEVEL = "the top level"
 
 Functions = dict[str, str]  # the hash of each function's code, by the function's name in its module
-# files that components have read when they were built: by `./FILE` from here, or by the whole path; "" if they write it too
-FILES_READ: dict[str, str] = {}
 _programs: set[str] = set()  # modules that the program which calls this framework has loaded between its commands
 _loaded_by_commands: set[str] = set()
 _depth = 0  # of `loading`
 _reached: set[str] = set()  # modules that the imports of a component have reached, in this run or in another run
-_imported_from: dict[str, tuple[ModuleSpec, Functions]] = {}  # loaded modules, with their code when they were seen first
+_imported_from: dict[str, tuple[ModuleSpec, bytes]] = {}  # loaded modules, with their sources when they were imported
 
 
 @dataclass(frozen=True)
@@ -89,20 +85,10 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         if origin.suffix == ".py" and origin.is_file():
             files[name], _ = _read(origin.read_bytes(), package="")
         elif origin.is_file() and os.access(origin, os.R_OK):
-            files[name] = _content(origin, origin.stat().st_mtime_ns)
+            files[name] = {CONTENT: content_of(origin)}
     modules = {name: _executed(name, functions) for name, functions in files.items()}
     packages -= {"framework"} | sys.stdlib_module_names
     return Code(modules, frozenset(packages), tuple(sorted(found_in)), tuple(changed(modules, files)))
-
-
-def is_file(name: str) -> bool:
-    """Return whether this is the name of a file that components have read, and not of a module."""
-    return name[0] in "./"
-
-
-@functools.cache  # a start asks several times, and hashing gigabytes takes seconds
-def _content(path: Path, _: int) -> Functions:
-    return {CONTENT: checksum(path, xxh3_128)[1]}
 
 
 def _executed(name: str, functions: Functions) -> Functions:
@@ -110,13 +96,23 @@ def _executed(name: str, functions: Functions) -> Functions:
 
     A reload gives a module a new spec. A module of this name may have been loaded from another folder.
     """
+    if is_file(name):
+        return dict(as_read(name, functions))
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if spec is None:
         return functions
     if name not in _imported_from or _imported_from[name][0] is not spec:
         origin = Path(spec.origin or "")
-        _imported_from[name] = spec, _read(origin.read_bytes(), package="")[0] if origin.is_file() else functions
-    return _imported_from[name][1]
+        if not origin.is_file():
+            return functions
+        _imported_from[name] = spec, origin.read_bytes()
+    return _read(_imported_from[name][1], package="")[0]
+
+
+def note_import(name: str, source: bytes) -> None:
+    """Note the source with which a module is imported: its file may change afterwards."""
+    if (spec := getattr(sys.modules.get(name), "__spec__", None)) is not None:
+        _imported_from[name] = spec, source
 
 
 @contextmanager
@@ -124,7 +120,7 @@ def loading() -> Iterator[None]:
     """Attribute what is loaded and read meanwhile to this command, others that nothing imports to the calling program."""
     global _depth
     if not _depth:
-        FILES_READ.clear()
+        forget()
         _programs.update(sys.modules.keys() - _loaded_by_commands)
     _depth += 1
     try:
@@ -152,7 +148,7 @@ def loaded_unseen() -> dict[str, str]:
     names = sorted(sys.modules.keys() - _programs - _reached - {"__main__", "__mp_main__"})
     origins = {name: getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) for name in names}
     modules = {name: origin for name, origin in origins.items() if isinstance(origin, str) and _is_users(origin)}
-    return modules | {name: path for name, path in FILES_READ.items() if path}
+    return modules | files_read()
 
 
 def changed(before: Mapping[str, Functions], after: Mapping[str, Functions]) -> list[str]:

@@ -61,6 +61,9 @@ def execution_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
             found += (f"{section}.{key}" for key in _OF_SECTIONS[section](node))
     if any(name == "part" and node for name, node in config.items()) and "trainer.log_every" in found:
         found.remove("trainer.log_every")  # a part knows which steps have rows
+    divergence = (config.get("trainer") or {}).get("divergence") or {}
+    if divergence.get("action") == "rollback":
+        found.remove("checkpoint.every")  # a rollback goes back to one that was saved by it
     return tuple(found)
 
 

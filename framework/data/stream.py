@@ -184,7 +184,7 @@ class Streamed:
     def _begin_pass(self, number: int, *, at: int, state: Any = None) -> None:
         self._pass, self._place, self._held, self._is_new = number, at, [], True
         if self._initial is not None:  # a stream with a state goes on from where it is
-            self._made.load_state_dict(self._initial[0])
+            self._made.load_state_dict(copy.deepcopy(self._initial[0]))  # the stream may go on to work in it
         if hasattr(self._made, "set_epoch"):
             self._made.set_epoch(number)
         if state is not None:

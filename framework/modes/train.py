@@ -146,14 +146,14 @@ def _unfit(trainer: Trainer, path: Path, state: dict[str, Any], *, run_id: str |
 
 
 def _require_known_code(build: Builder) -> None:
-    """End a run that continues with newly loaded modules, for example plug-ins in a folder, unless the user accepts them.
+    """End a run that continues with new or other modules and files that no import reaches, unless the user accepts them.
 
-    The imports of a component were compared before the start.
+    Examples: plug-ins in a folder, a file that a constructor reads. The imports of a component were compared before the start.
     """
     lines, run = list[str](), build.config.run
     if build.world.rank == 0 and (loaded := loaded_unseen()):
         provenance = Provenance(build.directory.path)
-        lines = [f"{file} is new" for name, file in loaded.items() if name in provenance.unknown(loaded)]
+        lines = provenance.changes_loaded(loaded, with_new=True)
         if lines and run.code == "accept":
             provenance.add_loaded(loaded, accepted=lines)
             lines = []

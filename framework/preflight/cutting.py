@@ -60,6 +60,15 @@ class Cutting:
         """Return the warning that a forward draws only in some of the steps."""
         return self._depends_on_cut("model", "its training forward draws random numbers in a later step")
 
+    def writes(self, name: str) -> list[Problem]:
+        """Return the warning that each micro-batch of a step changes a parameter, if the run's steps have several."""
+        size = self._of_run.known_micro_batch_size
+        if size is None or size >= self._of_run.global_batch_size:
+            return []
+        what = f"its forward changes {name}, a parameter, in each micro-batch of a step anew"
+        cure = "micro_batch_size=null, or register_buffer(): micro-batch 0 of a step then changes it"
+        return [Problem("model", what, cure, is_warning=True)]
+
     def _loss(self, micro_batches: Sequence[MicroBatch]) -> float:
         return self._sums_and_buffers(micro_batches, measure=False)[0]["loss"]
 
@@ -119,12 +128,13 @@ class Cutting:
             return self._depends_on_cut(key, f"{what} couples the samples of a micro-batch")
         if name := other_sketch(buffers, buffers_in_parts):
             owner = "model" if name in dict(self._player.module.named_buffers()) else "task"
-            return self._depends_on_cut(owner, f"in training, the samples of a micro-batch change its buffer {name}")
+            what = f"in training, the samples of a micro-batch change its buffer {name}"
+            return self._depends_on_cut(owner, what, then="; only the samples of a step's micro-batch 0 then change the buffer")
         if name := next((name for name in sums if differ(in_parts.get(name), sums[name], tolerance=1e-3)), ""):
             return self._depends_on_cut("task", f"its value {name} of a batch is not the sum of the values of its parts")
         return []
 
-    def _depends_on_cut(self, key: str, what: str) -> list[Problem]:
+    def _depends_on_cut(self, key: str, what: str, *, then: str = "") -> list[Problem]:
         if not self._is_open:
             return []
         memory = " and their memory" * (self._of_run.micro_batch_size == "auto")
@@ -133,7 +143,7 @@ class Cutting:
             cure = f"{cure} to a number"
         elif any(layer.training for layer in batch_norms(self._player.module)):
             cure = f"{cure}, or trainer.sync_batchnorm=true"
-        return [Problem(key, what, cure, is_warning=True)]
+        return [Problem(key, what, cure + then, is_warning=True)]
 
 
 def place_of_loss(task: object) -> str:

@@ -249,7 +249,7 @@ class Player:
             if odd := [name for name, tensor in tensors.items() if dtype_name(tensor.dtype) is None]:
                 what = f"{odd[0].partition('/')[2]} is {tensors[odd[0]].dtype}, a type that no checkpoint supports"
                 raise Refused("model", what, "precision=fp32, or a real tensor of two parts (torch.view_as_real)")
-            trainer.commit()
+            trainer.commit(is_scheduled=True)
         return trainer.saver.store.directory / directory_name(trainer.progress.step)
 
     def restore(self, path: Path) -> None:

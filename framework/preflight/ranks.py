@@ -33,6 +33,7 @@ from framework.runtime.environment import Environment
 from framework.runtime.exits import DiskFailed, RunEnded, error_text, exits_as_errors, place_of
 from framework.runtime.forks import Idleness, begin_child
 from framework.runtime.preemption import held_back
+from framework.runtime.torch_internals import is_of_functorch
 
 _NOT_THE_MODELS = (Path(torch.__file__).parent, ROOT / "framework", EXTRAS)  # folders of code
 _ASKING = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor", "all_to_all",
@@ -196,6 +197,7 @@ class _Crossings(TorchFunctionMode):
         if not self._seen.crossing:
             given = [one for one in tensors_in([list(args), kwargs or {}]) if type(one) is Tensor and one.ndim > 1]
             given = [one for one in given if one.is_floating_point() and one.numel() and not one.is_meta]
+            given = [one for one in given if not is_of_functorch(one)]
             samples = [one for one in given if one.shape[0] == given[0].shape[0]]
             missing = [bool(one.isnan().all()) for one in samples]
             if any(missing) and any(one.requires_grad and not none for one, none in zip(samples, missing)):

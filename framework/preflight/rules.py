@@ -11,6 +11,7 @@ from framework.checkpoint.file_tensors import stored_tensors
 from framework.config.init_from import entries_of
 from framework.config.launch import LaunchSection
 from framework.config.model_keys import init_problems
+from framework.config.period import seconds_of
 from framework.config.schema import Node, PrecisionSection, PredictSection, RunSection
 from framework.config.trainer import CheckpointSection, TrainerSection
 from framework.preflight.processes import axes_of
@@ -91,6 +92,20 @@ def rollback_has_checkpoints(trainer: TrainerSection, checkpoint: CheckpointSect
     if divergence.action == "rollback" and divergence.back > checkpoint.keep_last:
         what = f"{divergence.back}, but checkpoint.keep_last={checkpoint.keep_last} keeps fewer"
         yield Problem("trainer.divergence.back", what, f"at most {checkpoint.keep_last}")
+    if divergence.action == "rollback" and seconds_of(checkpoint.every) is not None:
+        what = f"{checkpoint.every}, but a rollback to a checkpoint that a clock decides would not compute the same again"
+        yield Problem("checkpoint.every", what, "steps, epochs, samples or tokens")
+
+
+def clocks_decide_nothing(trainer: TrainerSection) -> Iterator[Problem]:
+    stopping = trainer.early_stopping
+    if (
+        seconds_of(trainer.eval_every) is not None
+        and stopping.patience is not None
+        and not stopping.monitor.startswith("train/")
+    ):
+        what = f"{trainer.eval_every}, but early stopping that counts a clock's evaluations would not compute the same again"
+        yield Problem("trainer.eval_every", what, "steps, epochs, samples or tokens")
 
 
 def weights_come_from_one_place(model: Node, run: RunSection) -> Iterator[Problem]:
@@ -165,6 +180,7 @@ RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     statistics_are_over_samples,
     float8_has_its_devices,
     rollback_has_checkpoints,
+    clocks_decide_nothing,
     weights_come_from_one_place,
     processes_can_share,
     sockets_have_short_paths,

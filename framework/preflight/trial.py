@@ -61,6 +61,7 @@ class Trial:
             first.evaluate(shares=())
             outcomes.append(self._go_on(first, steps[BEFORE]))
         first.parts.ended()
+        findings = findings or [warning for name in self._written for warning in cutting.writes(name)][:1]
         return findings, (in_bytes(validation), in_bytes(later), [tuple(outcome) for outcome in outcomes])
 
     def _require_schedules(self, update: Update) -> None:
@@ -107,19 +108,28 @@ class Trial:
         if recomputed := self.build.config.trainer.activation_checkpointing:
             cure += (f"; or trainer.activation_checkpointing=false: with {recomputed}, blocks that write in place into "
                      "saved tensors fail")  # fmt: skip
+        player.watch.around = writes = Writes(module)
         player.take(step, of_model=(fails, cure))
+        player.watch.around = nullcontext()
+        self._written = writes.names
+        self._require_own_writes()
         made = sorted({name for name, _ in (*module.named_parameters(), *module.named_buffers())} - names)
         if made:
             raise Refused("model", f"its first forward makes a parameter or buffer ({made[0]})", "make it in the constructor")
 
     def _go_on(self, first: Player, step: Step) -> Continued:
-        """Save, and go on. Refuse a model whose forward writes into its parameters, if each process would."""
+        """Save, and go on."""
         path = first.save()
         first.watch.around = writes = Writes(first.module)
         outcome = Continued.of(first, str(path), step, num_more=_UPDATES, within_s=_UPDATES_S)
         first.watch.around = nullcontext()
-        if writes.names and self.num_processes > 1:
-            what = f"its forward changes {next(iter(writes.names))}, a parameter, on each process separately"
+        self._written |= writes.names
+        self._require_own_writes()
+        return outcome
+
+    def _require_own_writes(self) -> None:
+        """Refuse a forward that writes into parameters, if each process would."""
+        if self._written and self.num_processes > 1:
+            what = f"its forward changes {next(iter(self._written))}, a parameter, on each process separately"
             raise Refused("model", what, "register_buffer() what has no gradient: micro-batch 0 of a step then changes it on "
                           "all processes; compute a value from its weight (torch.nn.utils.parametrize)")  # fmt: skip
-        return outcome

@@ -23,6 +23,7 @@ from framework.preflight.player import Player
 from framework.preflight.refused import Refused, blamed
 from framework.runs.metrics_file import Row
 from framework.runtime.problem import shown
+from framework.runtime.torch_internals import is_of_functorch
 
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
@@ -228,7 +229,8 @@ def _outputs(module: nn.Module, outputs: dict[tuple[str, torch.Size], Sketch]) -
         def note(part: nn.Module, _: object, output: Any, name: str = name) -> None:
             tensor: Any = first_tensor(output)
             tensor = tensor.wait() if hasattr(tensor, "wait") else tensor  # the sum of a layer that is cut by rows
-            if name not in noted and type(tensor) is Tensor and tensor.is_floating_point():
+            is_one = type(tensor) is Tensor and not is_of_functorch(tensor)  # whose numbers cannot be read within a vmap
+            if name not in noted and is_one and tensor.is_floating_point():
                 found = sketch(tensor)
                 if found[0] == found[0] or any(True for _ in nn.Module.parameters(part)):  # or a stage has skipped it
                     outputs[name, tensor.shape] = found

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from framework.config.arguments import split_flags
-from framework.config.code import Code, Functions, changed, code_of, find_module, is_file
+from framework.config.code import Code, Functions, changed, code_of, find_module
+from framework.config.files_read import is_file
 from framework.runtime.environment import variables
 from framework.runtime.files import write_atomically
 from framework.runtime.secrets import redact
@@ -169,18 +171,27 @@ class Provenance:
         record.code[code.digest] = {**code.modules}
         self._write(record)
 
-    def unknown(self, loaded: Iterable[str]) -> list[str]:
-        """Return the modules that this start has loaded, but that the run had not loaded at its last checkpoint."""
+    def changes_loaded(self, loaded: Mapping[str, str], *, with_new: bool) -> list[str]:
+        """Return how what this process has loaded or read, and no import reaches, differs from the run's last checkpoint.
+
+        `with_new`: modules that the run had not loaded then count too.
+        """
         record = self.read()
-        is_recorded = record.latest is not None and record.latest.loaded is not None
-        return [name for name in loaded if name not in (record.modules or ()) and not is_file(name)] if is_recorded else []
+        if (start := record.latest) is None or start.loaded is None or (before := record.modules) is None:
+            return []
+        code = code_of(start.targets, folders=start.folders, loaded=loaded).modules
+        known = {name: code[name] for name in loaded if name in code and name in before}
+        new = [f"{file} is new" for name, file in loaded.items() if name not in before and not is_file(name)]
+        return new * with_new + changed({name: before[name] for name in known}, known)
 
     def add_loaded(self, loaded: Mapping[str, str], *, accepted: Sequence[str] = ()) -> None:
         """Add modules that no import reaches, each with its file, to the latest start's code, and add the accepted changes."""
         record = self.read()
         if (start := record.latest) is not None:
+            code, earlier = code_of(start.targets, folders=start.folders, loaded=loaded), record.modules or {}
+            unloaded = (start.loaded or {}).keys() - loaded.keys()  # so far: their files may have changed since the start
+            code = replace(code, modules={**code.modules, **{name: earlier[name] for name in unloaded if name in earlier}})
             start.loaded = {**(start.loaded or {}), **loaded}
-            code = code_of(start.targets, folders=start.folders, loaded=start.loaded)
             start.code = code.digest
             start.accepted += accepted
             record.code[code.digest] = {**code.modules}

@@ -79,6 +79,11 @@ def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def is_of_functorch(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for several, or for one and its derivative, within a transform of torch.func."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def version_of(tensor: Tensor) -> int:
     """Return a number that grows with each in-place change."""
     return tensor._version

@@ -37,7 +37,7 @@ class OwnLoss:
     def _call(self, call: Callable[..., Any], inputs: Any, targets: Any) -> Any:
         if isinstance(inputs, Mapping):
             return call(**inputs, **({} if targets is None else {self._labels: targets}))
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         return call(*given, *(() if targets is None else (targets,)))
 
     def _weight_of(self, batch: Any) -> Tensor:

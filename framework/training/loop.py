@@ -69,9 +69,10 @@ class Trainer:
         if self.is_over and not self.due.left:
             return True
         if self.recovery.needs_checkpoint:
-            self.commit()
+            self.commit(is_scheduled=True)
         steps = self.begin()
-        is_asked, is_late, rings = False, bool(self.due.left), [False, False]  # the first two wait until the run can be saved
+        is_asked, is_late, is_scheduled = False, bool(self.due.left), False  # they wait until the run can be saved
+        rings = [False, False]
         while True:
             if not self.due.left:
                 self.speed.enter("data")
@@ -100,14 +101,15 @@ class Trainer:
             asked_now, *rung = self.alarms.ask(now=self.is_due(self.plan.settings.log_every))
             rings = self.alarms.heard(rung, step=self.progress.step) if rung else rings
             is_asked |= asked_now or bool(self.due.left)
-            is_late |= self.is_due(self.plan.checkpoint_every) or rings[1]
+            is_scheduled |= self.is_due(self.plan.checkpoint_every)
+            is_late |= is_scheduled or rings[1]
             preempted = is_asked and can_save
             is_due = is_best or preempted or (is_late and can_save)
             if preempted and not is_over:
                 is_due = not self.saver.is_short_of_time(self.progress.step, grace_s=self.plan.grace_s)
             if is_over or is_due:
-                self.save()
-                is_late = False
+                self.save(is_scheduled=is_scheduled)
+                is_late = is_scheduled = False
             if is_over or preempted:
                 self.speed.enter("end")
                 self.saver.finish()
@@ -247,16 +249,16 @@ class Trainer:
         self.speed.enter("loop")
         self.record(row)
 
-    def save(self) -> None:
+    def save(self, *, is_scheduled: bool) -> None:
         """Save a checkpoint. Raise Diverged instead if its content would not be finite."""
         self.world.at("saving", step=self.progress.step)
         self.speed.enter("checkpoint")
         # the gradients of the last step still exist; with a recovery policy, they may be those of a skipped step
         self.means({}, num_samples=1, norm=None if self.recovery.is_watching else self.engine.clip_grad_norm(None))
-        self.commit()
+        self.commit(is_scheduled=is_scheduled)
         self.speed.enter("loop")
 
-    def commit(self) -> None:
+    def commit(self, *, is_scheduled: bool) -> None:
         require_same_trained(self.engine.module, self.trained)
         self.engine.sync_buffers()
         self.parts.saving()
@@ -264,7 +266,8 @@ class Trainer:
         self.speed.tick(self.progress)
         kept = plain_state_of_all(self.held, initial=self.update.initial, world=self.world).model_dump()
         flush = functools.partial(self.recorder.flush, **self.summary())
-        self.saver.save(self.progress.step, state_tensors(self.held), self.state_dict() | {"kept": kept}, flush=flush)
+        state = self.state_dict() | {"kept": kept, "is_scheduled": is_scheduled}
+        self.saver.save(self.progress.step, state_tensors(self.held), state, flush=flush)
 
     def summary(self) -> dict[str, Any]:
         measured = {"goodput": self.progress.goodput, "memory_gib": self.memory_gib}

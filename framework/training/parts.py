@@ -30,8 +30,15 @@ class LoopParts:
     call.
     """
 
-    def __init__(self, parts: Mapping[str, Any], loop: Loop, *, blame: Blame = lambda name: nullcontext()) -> None:
+    def __init__(
+        self, parts: Mapping[str, Any], loop: Loop, *, blame: Blame = lambda name: nullcontext(), by_clock: bool = False
+    ) -> None:
+        """`by_clock`: it is the time that decides when the run evaluates."""
         self.loop, self._blame = loop, blame
+        learning = [name for name, part in parts.items() if hasattr(part, "evaluated") and hasattr(part, "state_dict")]
+        if by_clock and learning:
+            what = "keeps what it sees of evaluations; trainer.eval_every is a time, so it would not compute the same again"
+            raise Unfit(f"part.{learning[0]}: {what} (steps, epochs, samples or tokens)")
         of_task = {f"task:{name}": part for name, part in getattr(loop.task, "parts", {}).items()}
         self.by_name = {**parts, **{f"parallel:{name}": part for name, part in loop.engine.parts.items()}, **of_task}
         self._may_stop = any(hasattr(part, moment) for part in (*parts.values(), *of_task.values()) for moment in _IN_STEPS)
@@ -165,7 +172,12 @@ class LoopParts:
         return self._columns("evaluated", returned)
 
     def saving(self) -> None:
-        self._each("saving")
+        """Call the parts before a checkpoint. How often a run saves is not part of its id, so that they may only look."""
+        before = self._versions(), self.loop.lr_share
+        for name, call in self._at["saving"]:
+            self._call("saving", name, call)
+            if (self._versions(), self.loop.lr_share) != before:
+                raise Unfit(f"part.{name}: saving() changes the weights or the learning rate (write in step_taken())")
 
     def ended(self) -> None:
         self._each("ended")
@@ -211,7 +223,11 @@ class LoopParts:
                 if not isinstance(state, dict):
                     raise Unfit(f"part.{name}: state_dict() returns a {type(state).__name__} (a dictionary)")
             for entry, value in state.items():
-                if isinstance(value, dict) and value and all(isinstance(item, Tensor) for item in value.values()):
+                is_of_tensors = isinstance(value, dict) and value and all(isinstance(one, Tensor) for one in value.values())
+                for own in (entry, *(value if is_of_tensors else ())):  # names in a file
+                    if not isinstance(own, str) or "/" in own:
+                        raise Unfit(f"part.{name}: state_dict() has the key {own!r} (a text without /)")
+                if is_of_tensors:
                     yield from ((f"{name}/{entry}/{inner}", item) for inner, item in value.items())
                 else:
                     yield f"{name}/{entry}", value

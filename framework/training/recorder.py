@@ -14,15 +14,16 @@ from framework.loggers.sink import RunInfo, Sink
 from framework.runs.directory import RunDirectory
 from framework.runs.media import remove_media, write_media
 from framework.runs.metrics_file import Mark, MetricsFile, Row, numbers_of
-from framework.runs.provenance import Provenance
+from framework.runs.provenance import CHANGED, WAYS, Provenance
+from framework.runtime.exits import Unfit
 from framework.runtime.log import LOGGER
 
 
 class Recorder:
     """The recorder of a run. Every rank makes the same calls; only rank 0 acts. `open`, `rewind` and `flush` are collective."""
 
-    def __init__(self, directory: RunDirectory, *, world: World, sinks: Mapping[str, Sink]) -> None:
-        self.directory = directory
+    def __init__(self, directory: RunDirectory, *, world: World, sinks: Mapping[str, Sink], accepts_code: bool = False) -> None:
+        self.directory, self._accepts_code = directory, accepts_code
         self.record_id: str | None = None  # from a checkpoint, or made by `open`; only rank 0 needs it
         self._mark: Mark | None = None  # of the rows that a checkpoint relies on
         self._world = world
@@ -118,10 +119,15 @@ class Recorder:
         self._world.agreement.on_rank_0(write, what="metrics not written")
 
     def _note_code(self) -> None:
-        loaded = loaded_unseen()
-        if loaded != self._loaded:
-            Provenance(self.directory.path).add_loaded(loaded)
-            self._loaded = loaded
+        """Record what the code has loaded and read. Unfit if it is not what the run had at its last checkpoint."""
+        loaded, provenance = loaded_unseen(), Provenance(self.directory.path)
+        if loaded == self._loaded:
+            return
+        lines = provenance.changes_loaded(loaded, with_new=False)
+        if lines and not self._accepts_code:
+            raise Unfit(f"run.code: {CHANGED.format(self.directory.path)}: {'; '.join(lines)} ({WAYS})")
+        provenance.add_loaded(loaded, accepted=lines)
+        self._loaded = loaded
 
     def close(self, *, within_s: float = math.inf, **values: Any) -> None:
         """Write the summary's last values and stop every sink; wait at most `within_s` for each. Never raise an error."""

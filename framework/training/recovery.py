@@ -67,7 +67,7 @@ class Recovery:
     def _roll_back(self, *, past: Step, progress: Progress) -> dict[str, Any]:
         """Load an earlier checkpoint; return its state, with the sample counter after the step `past`."""
         self.saver.settle()
-        found = self.saver.store.newest_valid(back=self.policy.back - 1)
+        found = self.saver.store.newest_valid(back=self.policy.back - 1, is_scheduled=True)
         if found is None:  # the disk has refused even the checkpoint of step 0
             raise Diverged(f"step {progress.step + 1} is not finite, and there is no checkpoint to go back to")
         path, state = found

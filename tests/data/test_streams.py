@@ -83,6 +83,24 @@ class Remembering(IterableDataset[Any]):
         self.at = 0
 
 
+class Lent(IterableDataset[Any]):
+    """Works in the state that it was given, as in a buffer of a shuffle."""
+
+    def __init__(self) -> None:
+        self.left = [*range(20)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": [*self.left]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.left:
+            number = self.left.pop()
+            yield point(number), number
+
+
 class Forgetful(Remembering):
     """Yields its samples in groups that are reversed, which its state does not know: as the buffer of a shuffle."""
 
@@ -346,6 +364,16 @@ def test_a_mark_leads_to_the_place_that_it_was_taken_at_and_only_if_many_samples
         other.seek(json.loads(json.dumps(mark)))
         assert [other.sample(150 + i)[1] for i in range(10)] == expected
         assert (other._mark == mark) is is_used
+
+
+def test_a_stream_that_works_in_its_state_begins_each_pass_with_the_same_samples() -> None:
+    source = Stream(train=Lent, val=Remembering, length={"train": 20}).load("train")
+    assert isinstance(source, Streamed)
+    found = []
+    for _ in range(2):
+        source.seek({})
+        found.append([source.sample(place)[1] for place in range(5)])
+    assert found == [[19, 18, 17, 16, 15]] * 2
 
 
 @pytest.mark.slow
