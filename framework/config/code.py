@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from framework.config.files_read import CONTENT, as_read, content_of, files_read, forget, is_file
+from framework.config.files_read import CONTENT, as_read, files_read, forget, hash_now, is_file
 from framework.config.folders import DOTTED, EXTRAS, ROOT, enter_project
 from framework.config.frozen_file import digest_of
 from framework.runtime.exits import is_own_code
@@ -85,7 +85,7 @@ def code_of(targets: Iterable[str], *, folders: Iterable[str] = (), loaded: Mapp
         if origin.suffix == ".py" and origin.is_file():
             files[name], _ = _read(origin.read_bytes(), package="")
         elif origin.is_file() and os.access(origin, os.R_OK):
-            files[name] = {CONTENT: content_of(origin)}
+            files[name] = {CONTENT: hash_now(origin)}
     modules = {name: _executed(name, functions) for name, functions in files.items()}
     packages -= {"framework"} | sys.stdlib_module_names
     return Code(modules, frozenset(packages), tuple(sorted(found_in)), tuple(changed(modules, files)))

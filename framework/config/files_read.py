@@ -35,7 +35,7 @@ def note(name: str, path: str, *, is_written: bool) -> None:
     if is_written or name not in _READ:
         file = _READ[name] = _File("" if is_written else path, () if is_written else _stamp(path))
         if file.stamp and file.stamp[1] <= _SMALL:  # the hash reads it too, which is noted already
-            _READ[name] = file._replace(content=content_of(Path(path)))
+            _READ[name] = file._replace(content=hash_now(Path(path)))
 
 
 def forget() -> None:
@@ -57,7 +57,7 @@ def files_read() -> dict[str, str]:
     return {name: file.path for name, file in _READ.items() if file.path}
 
 
-def content_of(path: Path) -> str:
+def hash_now(path: Path) -> str:
     """Return the hash of a file's content now."""
     return _hash(path, _stamp(str(path)))
 
