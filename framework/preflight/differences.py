@@ -93,8 +93,9 @@ class Writes(TorchDispatchMode):
         given = dict(zip((argument.name for argument in function._schema.arguments), args)) | (kwargs or {})
         written = [given.get(a.name) for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         for tensor in (item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])):
-            name = self._names.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, Tensor) else None
-            self.names |= {name: None} if name is not None else {}
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:  # another has no storage
+                name = self._names.get(tensor.untyped_storage().data_ptr())
+                self.names |= {name: None} if name is not None else {}
         return function(*args, **(kwargs or {}))
 
 
