@@ -117,6 +117,11 @@ class OneByOne:
                 LOGGER.warning("%s: skipped", what)
         raise ValueError(f"dataset.{self._split}: every sample is damaged")
 
+    @property
+    def num_stored(self) -> int:
+        """The number of samples in the dataset, of which this split may have a part."""
+        return len(self.samples)
+
     def stored(self, indices: np.ndarray) -> np.ndarray:
         """Return the numbers that samples of this split have in the dataset."""
         return indices if self._numbers is None else self._numbers[indices]

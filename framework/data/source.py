@@ -83,6 +83,9 @@ class Selected:
             self.collate = source.collate  # type: ignore[attr-defined]
         if hasattr(source, "stored"):
             self.stored = lambda indices: source.stored(numbers[indices])
+            self.num_stored = getattr(source, "num_stored", len(source))
+        if hasattr(source, "groups") and (np.diff(numbers) > 0).all():  # their ends, among the selected samples
+            self.groups = np.searchsorted(numbers, source.groups)
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -1,15 +1,20 @@
 """Samplers: pure functions of seed and epoch; each draws what it says."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import ConcatDataset
 
 from framework.config.folders import option_node
 from framework.config.validation import component_problems
+from framework.data.map_style import MapStyle
 from framework.data.order import Order
+from framework.data.source import Selected
 from framework.samplers.mixture import Mixture
+from framework.samplers.values import values_of
 from framework.samplers.weighted import Weighted
 
 SIZE = 1000
@@ -109,3 +114,18 @@ def test_what_is_out_of_range_is_refused() -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^sampler\."):
         Mixture(weights=[0, 0])
+
+
+def test_a_share_or_a_fold_has_the_weights_and_the_groups_of_its_samples(tmp_path: Path) -> None:
+    np.save(tmp_path / "weights.npy", np.arange(20.0))
+    of_two = ConcatDataset([[(number, 0) for number in range(size)] for size in (8, 12)])
+    share = MapStyle(train=lambda: of_two).load("train")
+    fold = Selected(share, np.arange(1, len(share), 3))
+    stored = share.stored(np.arange(len(share)))  # type: ignore[attr-defined]
+    for source, numbers in ((share, stored), (fold, stored[1::3])):
+        assert len(source) < 20
+        assert values_of(source, str(tmp_path / "weights.npy"), key="sampler.weights").tolist() == numbers.tolist()
+        assert source.groups.tolist() == [(numbers < 8).sum(), len(numbers)]  # type: ignore[union-attr]
+    np.save(tmp_path / "few.npy", np.arange(19.0))
+    with pytest.raises(ValueError, match=f"there are {len(fold)} samples"):
+        values_of(fold, str(tmp_path / "few.npy"), key="sampler.weights")
