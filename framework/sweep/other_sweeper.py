@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class Asked(Launcher):
     def __init__(self, multirun: Multirun, *, place: Path) -> None:
         """`place`: the file with the lines of the jobs."""
         self._multirun, self._place = multirun, place
-        self._before: list[list[str]] = json.loads(place.read_text()) if place.exists() else []  # lines of an earlier command
+        self._before: list[list[str]] = []  # the lines of an earlier command's jobs
+        with suppress(OSError, ValueError):  # without them, only the warning of other jobs is lost
+            self._before = json.loads(place.read_text())
         self._jobs: list[Job] = []
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
