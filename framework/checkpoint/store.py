@@ -80,7 +80,7 @@ class CheckpointStore:
         valid = found[found.index(committed) :]
         kept = {*valid[: self.keep_last], *self._best(valid)[: self.keep_best]}
         if self.keeps_scheduled:
-            kept.update([path for path in valid if _of_state(path, "is_scheduled")][: self.keep_last])
+            kept.update([path for path in valid if _is_scheduled(path)][: self.keep_last])
         for path in found:
             if path not in kept:
                 manifest.discard(path)  # not flushed: after a power cut it may exist again; the next deletion removes it
@@ -132,7 +132,7 @@ class CheckpointStore:
             )
         found = self._listed(lambda: manifest.candidates(self.directory))
         if is_scheduled:
-            found = self._listed(lambda: [path for path in found if _of_state(path, "is_scheduled")])
+            found = self._listed(lambda: [path for path in found if _is_scheduled(path)])
         reasons, is_damaged = list[str](), False
         for path in found[min(back, max(0, len(found) - 1)) :]:
             reason, state = self._verified(path)
@@ -200,6 +200,11 @@ def _fault(look: Callable[[], None]) -> str | None:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None
+
+
+def _is_scheduled(path: Path) -> bool:
+    """Return whether a checkpoint was saved by checkpoint.every, as far as it says so."""
+    return _of_state(path, "is_scheduled") is not False
 
 
 def _of_state(path: Path, name: str) -> Any:

@@ -173,7 +173,7 @@ class LoopParts:
 
     def saving(self) -> None:
         """Call the parts before a checkpoint. How often a run saves is not part of its id, so that they may only look."""
-        before = self._versions(), self.loop.lr_share
+        before = (self._versions(), self.loop.lr_share) if self._at["saving"] else None
         for name, call in self._at["saving"]:
             self._call("saving", name, call)
             if (self._versions(), self.loop.lr_share) != before:

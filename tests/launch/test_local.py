@@ -62,7 +62,13 @@ class Halted:
 
 def assert_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
     def gone() -> bool:
-        return not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids)
+        return not any(is_alive(pid) for pid in pids)
+
+    def is_alive(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # it may end while it is looked at
+            return False
 
     wait_for(gone, timeout_s=timeout_s, what=f"the end of {pids}")
 
