@@ -84,14 +84,18 @@ class Selected:
         if hasattr(source, "stored"):
             self.stored = lambda indices: source.stored(numbers[indices])
             self.num_stored = getattr(source, "num_stored", len(source))
-        if hasattr(source, "groups") and (np.diff(numbers) > 0).all():  # their ends, among the selected samples
-            self.groups = np.searchsorted(numbers, source.groups)
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
         return self.selected_from.gather(self._numbers[indices])
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The ends of the source's groups among the selected samples, which are in order. AttributeError without groups."""
+        found: Any = self.selected_from
+        return np.searchsorted(self._numbers, found.groups)
 
     def column(self, name: str) -> np.ndarray:
         """Return a value of every sample, by its name. AttributeError if the samples have none of this name."""

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from framework.sweep.other_sweeper import Asked
 from tests.harness import assert_same_bits, before_each, finished
 from tests.launch.test_sweep import job, no_process, swept, table
-from tests.test_resume import RUN, after_step
+from tests.test_resume import RUN, after_step, preempt
 
 CLIMB = "hydra.sweeper={_target_:tests.launch.test_other_sweeper.Climb,key:optimizer.lr,rounds:2}"
 LINE = [*RUN, "trainer.max_epochs=2", "checkpoint.every=2", "optimizer.lr=interval(0.001,0.1)", CLIMB]
@@ -72,6 +72,14 @@ def test_its_jobs_depend_on_the_answers_and_a_killed_sweep_continues(tmp_path: P
     assert own.directory.name == rows[2]["id"]
     assert_same_bits(job(ended, rows[2]), own)
     assert swept(*LINE, root=root, before=no_process).code == 0
+
+
+@pytest.mark.slow
+def test_an_interrupted_job_ends_the_sweep_and_not_as_a_failure(tmp_path: Path) -> None:
+    stopped = swept(*LINE, root=tmp_path / "runs", before=after_step(5, preempt))
+    assert stopped.code == 75 and "stopped; the same command continues" in stopped.output, stopped.output
+    ended = swept(*LINE, root=tmp_path / "runs")
+    assert ended.code == 0 and [job(ended, row).summary["restarts"] for row in table(ended)] == [1, 1, 0, 0]
 
 
 @pytest.mark.slow
