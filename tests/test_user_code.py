@@ -47,6 +47,7 @@ WAYS: dict[str, Callable[[Path], object]] = {  # the ways to read a file
     "a.bin": np.fromfile,
     "a.pt": torch.load,
     "a.safetensors": load_file,
+    "b.pt": lambda path: torch.load(path, mmap=True),
     "a.py": lambda path: runpy.run_path(str(path)),
     "b.py": by_spec,
 }
@@ -59,6 +60,7 @@ def test_a_file_that_is_read_is_noted(name: str, here: Path) -> None:
     np.save("a.npy", np.ones(3))
     np.ones(3).tofile("a.bin")
     torch.save(torch.ones(3), "a.pt")
+    torch.save(torch.ones(3), "b.pt")
     save_file({"a": torch.ones(3)}, "a.safetensors")
     (here / "a.py").write_text("")
     (here / "b.py").write_text("")

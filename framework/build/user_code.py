@@ -7,14 +7,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from framework.config.code import note_import
-from framework.config.files_read import forget_sources, note
+from framework.config.files_read import note
 from framework.randomness import key, seeded
 from framework.runtime.exits import is_own_code
 
@@ -41,16 +41,16 @@ def seed_imports() -> None:
             note_import(module.__name__, source)
         else:
             _note(loader.path)
-            forget_sources()
 
     SourceFileLoader.exec_module = exec_module  # type: ignore[method-assign, assignment]
 
 
 @contextmanager
 def noting_files() -> Iterator[None]:
-    """Note the files that are opened to be read, by Python's open() or as safetensors: they decide what the user's code is.
+    """Note the files that are opened to be read, by Python's open() or mapped by torch: they decide what the user's code is.
 
-    What it writes too does not count, nor what is in hidden folders (caches, .git) or belongs to the machine (/etc, ...).
+    What it writes too does not count, nor what is in hidden folders (caches, .git) or belongs to the machine (/etc, ...), nor
+    the source of a loaded module, which is code already.
     """
     opens, builds = builtins.open, threading.get_ident()
 
@@ -67,8 +67,8 @@ def noting_files() -> Iterator[None]:
 
     replaced = [(builtins, "open", opens, noted_open), (io, "open", opens, noted_open),
                 (io, "open_code", io.open_code, partial(noted, io.open_code))]  # fmt: skip
-    if (safe := getattr(sys.modules.get("safetensors"), "safe_open", None)) is not None:
-        replaced += ((module, "safe_open", safe, partial(noted, safe)) for module in _having(safe, len(sys.modules)))
+    if (storage := getattr(sys.modules.get("torch"), "UntypedStorage", None)) is not None:  # safetensors calls this too
+        replaced.append((storage, "from_file", storage.from_file, partial(noted, storage.from_file)))
     for owner, name, _, new in replaced:
         setattr(owner, name, new)
     try:
@@ -76,12 +76,6 @@ def noting_files() -> Iterator[None]:
     finally:
         for owner, name, before, _ in replaced:
             setattr(owner, name, before)
-        forget_sources()
-
-
-@lru_cache(maxsize=1)  # thousands of modules are looked at: again only if there are others
-def _having(safe_open: Any, _: int) -> list[ModuleType]:
-    return [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get("safe_open") is safe_open]
 
 
 def _note(file: Any, *, is_written: bool = False) -> None:
@@ -91,7 +85,11 @@ def _note(file: Any, *, is_written: bool = False) -> None:
     from_here = path.relative_to(here) if path.is_relative_to(here) else path
     is_hidden = any(part.startswith(".") for part in from_here.parts)
     is_of_system = from_here is path and any(map(path.is_relative_to, _SYSTEM))  # not a project there, as in a container
-    if is_hidden or is_of_system or not is_own_code(str(path)):
+    if is_hidden or is_of_system or not is_own_code(str(path)) or (path.suffix == ".py" and _is_source(str(path))):
         return
     name = str(path) if from_here is path else f"./{from_here}"
     note(name, str(path), is_written=is_written)
+
+
+def _is_source(path: str) -> bool:
+    return any(getattr(module, "__dict__", {}).get("__file__") == path for module in [*sys.modules.values()])

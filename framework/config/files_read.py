@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -42,14 +41,6 @@ def forget() -> None:
     """Forget all files."""
     _READ.clear()
     _recorded.clear()
-
-
-def forget_sources() -> None:
-    """Forget the sources of modules, which are code already."""
-    if any(file.path.endswith(".py") for file in _READ.values()):
-        sources = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
-        for name in [name for name, file in _READ.items() if file.path in sources]:
-            del _READ[name]
 
 
 def files_read() -> dict[str, str]:

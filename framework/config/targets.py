@@ -58,7 +58,7 @@ def _join(package: str, name: str) -> None:
     ours = str(ROOT / package)
     if ours not in found.__path__:
         found.__path__.append(ours)
-    files = [path for folder in found.__path__ if (path := Path(folder, f"{name}.py")).exists()]
+    files = [path for folder in dict.fromkeys(found.__path__) if (path := Path(folder, f"{name}.py")).exists()]
     if len(files) > 1 and len({path.read_bytes() for path in files}) > 1:
         raise ValueError(f"_target_={package}.{name} names two files: give {files[0]} another name")
 
