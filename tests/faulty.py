@@ -1286,6 +1286,52 @@ class Clocked:
         return {"clock": time.perf_counter()}
 
 
+class Clipping(Net):
+    """Clips the gradient of a parameter where it arrives, as code for recurrent networks does."""
+
+    def make(self) -> None:
+        self.last.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class Hardest(Classification):
+    """Sums the 16 largest losses of a batch."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        return losses.topk(min(16, len(losses))).values.sum()
+
+
+class InAnArray(Classification):
+    """Normalises by a mean in an array, from a later epoch on."""
+
+    mean = np.zeros(10)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * outputs.mean(0).detach().numpy()
+        return super().loss(outputs, targets)
+
+
+class InADictionary(InAnArray):
+    def __init__(self, *, label_smoothing: float) -> None:
+        super().__init__(label_smoothing=label_smoothing)
+        self.stats = {"mean": 0.0}
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.stats["mean"] += float(outputs.detach().mean())
+        return Classification.loss(self, outputs, targets)
+
+
+class Threshold(torch.optim.SGD):
+    """Limits the norm of all gradients that it has, which are small here."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        norm = torch.stack([local(p.grad).square().sum() for p in parameters]).sum().sqrt()
+        for p in parameters:
+            local(p).sub_(local(p.grad) * min(1.0, 20.0 / float(norm)), alpha=0.001)
+
+
 class OnlyWholeIn16Bits(Net):
     """Without a fault in float64, and in 16 bits where its weights are not cut."""
 

@@ -1,6 +1,7 @@
 """Data that nobody here wrote: datasets of torch and Hugging Face as they are, shards, samplers, mixed samples; any number of processes."""
 
 import io
+import itertools
 import random
 import tarfile
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import Says, assert_close, command, finished, refused
+from framework.build.training import Builder
+from framework.distributed.world import World
+from tests.harness import Says, assert_close, checked, command, finished, refused
 from tests.test_resume import assert_survives_a_kill
 
 RUN = ["precision=fp64", "global_batch_size=10", "trainer.max_epochs=null", "trainer.max_steps=7", "trainer.eval_every=3", "trainer.log_every=1",
@@ -40,6 +43,18 @@ class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
         label = index % 4
         picture = torch.full((12,), float(label)) + torch.randn(12) * 0.1 + np.random.uniform() + random.random()
         return picture if self.alone else (picture, label)
+
+
+class Growing(Pictures):
+    """Its samples are the epoch, of which it is told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((12,), float(self.epoch)), index % 4
 
 
 class Net(nn.Module):
@@ -140,6 +155,7 @@ LINES: dict[str, Any] = {
     "mixed samples": lambda _: [*MAP, "+dataset.batch_transform={_target_:tests.test_any_data.MixUp,alpha:0.4}"],
     "two sources": lambda _: ["dataset=map_style", "dataset.train={_target_:tests.test_any_data.two}", "model._target_=tests.test_any_data.Net", "sampler=mixture",
                               "sampler.weights=[1,3]"],
+    "a dataset that knows its epoch": lambda _: ["dataset=map_style", "dataset.train._target_=tests.test_any_data.Growing", *MAP[2:]],
     "a curriculum": lambda _: [*MAP, "sampler=curriculum", "sampler.difficulty=targets"],
 }  # fmt: skip
 
@@ -160,6 +176,24 @@ class MixUp:
         return inputs * share + inputs.roll(1, 0) * (1 - share), shares * share + shares.roll(1, 0) * (1 - share)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_is_told_the_epoch_of_its_samples(num_workers: int) -> None:
+    """A split that is a share of train is evaluated as in the first epoch."""
+    line = [
+        "dataset=map_style",
+        "dataset.train._target_=tests.test_any_data.Growing",
+        *MAP[2:],
+        f"dataset.num_workers={num_workers}",
+    ]
+    build = Builder(checked(*line, "global_batch_size=8"), world=World.alone())
+    training, validation = (build.splits().loader(split) for split in ("train", "val"))
+    for step in itertools.islice(training.train(0), 13):
+        evaluated = next(validation.evaluate())
+        assert {*step.micro_batches[0].inputs.unique().tolist()} == {float(step.epoch)}
+        assert {*evaluated.micro_batches[0].inputs.unique().tolist()} == {0.0}
+    assert step.epoch == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", LINES)
 def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: str, tmp_path: Path) -> None:
@@ -169,7 +203,7 @@ def test_the_number_of_processes_and_of_loader_processes_changes_nothing(what: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["tar shards", "lengths that differ", "a curriculum"])
+@pytest.mark.parametrize("what", ["tar shards", "lengths that differ", "a dataset that knows its epoch", "a curriculum"])
 def test_killed_it_goes_on_in_the_middle_with_the_same_bits(what: str, tmp_path: Path) -> None:
     line = [*RUN, *LINES[what](tmp_path), "micro_batch_size=3", "parallel=fsdp", TWO]
     assert_survives_a_kill(*line, at=5, root=tmp_path)

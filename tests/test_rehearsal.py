@@ -113,6 +113,8 @@ FOUND = {
     "an evaluation that moves a buffer": ([*model("Calibrated"), "parallel=ddp", TWO], "model: an evaluation changes its buffer largest ..."),
     "an evaluation that trains": (model("TrainsOn"), "model: an evaluation puts the model into training mode ..."),
     "a rank": ([*model("OfRank"), "parallel=ddp", TWO], "parallel: 2 processes compute different results ..."),
+    "an average in an array": (task("InAnArray"), "task: mean changes from step to step, and no checkpoint holds it ... register_buffer() ..."),
+    "a threshold for all that a rank has, zero": ([*optimizer("Threshold"), "parallel=zero", TWO], COUPLED),
     "deep within": (model("Deep"), "model: ... different results ... register_buffer() ..."),
     "a sum not taken, fsdp": ([*optimizer("NormOfShards"), "parallel=fsdp", TWO], "optimizer: ... norm is a sum over the processes ... full_tensor() ... with optimizer=sgd they compute the same ..."),
     "one state for all": (optimizer("OneForAll"), "optimizer: ... share their memory ..."),
@@ -222,6 +224,10 @@ def test_what_breaks_the_promise_is_found(what: str) -> None:
     assert said(finding) == Says(expected)
 
 
+TEXTS = ["dataset=map_style", *(f"dataset.{split}={{_target_: tests.faulty_data.Texts}}" for split in ("train", "val", "test")),
+         "dataset.collate={_target_: tests.faulty_data.padded, _partial_: true}", "dataset.facts={vocab_size: 16, seq_len: 8}",
+         "task=language_modeling", "model=gpt", "model.dim=8", "model.num_layers=2", "model.num_heads=2", "global_batch_size=4",
+         "micro_batch_size=1", "trainer.max_epochs=null", "trainer.max_steps=4", "launch.nproc_per_node=4"]  # fmt: skip
 RIGHT = {
     "residuals around blocks": [*model("Residual"), "parallel=pipeline", TWO],
     "experts that lie apart": [*model("Mixed"), "+model.kind=apart", "parallel=expert", TWO],
@@ -270,11 +276,8 @@ RIGHT = {
     "rows left out, with a weight, on two": users("Damaged", DROP, "parallel=ddp", TWO, "micro_batch_size=5"),
     "a collate function that leaves nothing of few samples": users("Damaged", DROP),
     "a split that draws": users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit}"),
-    "micro-batches of different lengths, in a pipeline": [
-        "dataset=map_style", *(f"dataset.{split}={{_target_: tests.faulty_data.Texts}}" for split in ("train", "val", "test")),
-        "dataset.collate={_target_: tests.faulty_data.padded, _partial_: true}", "dataset.facts={vocab_size: 16, seq_len: 8}",
-        "task=language_modeling", "model=gpt", "model.dim=8", "model.num_layers=2", "model.num_heads=2", "global_batch_size=4",
-        "micro_batch_size=1", "trainer.max_epochs=null", "trainer.max_steps=4", "parallel=pipeline", TWO],
+    **{f"micro-batches of different lengths, {' '.join(strategy)}": [*TEXTS, *(f"parallel{word}" for word in strategy)]
+       for strategy in (["=pipeline"], ["=context"], ["=context", ".attention=ring"], ["=pp+fsdp+tp", ".tensor=1", ".shard=2"])},
     "data that torch has computed on several threads, on two": [*users("computed", "parallel=ddp", TWO), "dataset.facts={num_classes: 10}",
                                                                 "model={_target_: torch.nn.Sequential, _args_: [{_target_: torch.nn.Linear, in_features: 784, out_features: 256}, {_target_: torch.nn.Sigmoid}, {_target_: torch.nn.Linear, in_features: 256, out_features: 10}]}",
                                                                 "dataset.val={_target_: tests.faulty_data.computed, n: 12}", "dataset.test={_target_: tests.faulty_data.computed, n: 12}"],
@@ -310,6 +313,11 @@ WARNED = {
         [*model("Net"), "+part.mixing={_target_: tests.faulty.Mixing, kind: roll}"],
         "part.mixing: its batch() couples the samples ...",
     ),
+    "a backward pass over the whole batch": (model("Clipping"), "model: its backward pass couples the samples ..."),
+    "a loss over more samples than a rehearsal's": (
+        [*task("Hardest"), "global_batch_size=32"],
+        "task: its loss of 32 samples (at ... faulty.py: ... is not the sum of the losses of its halves, so the results ...",
+    ),
     "a metric of the whole batch": (task("Spread"), "task: its value spread of a batch is not the sum ..."),
     "statistics of a task": ([*model("Net"), "task._target_=tests.faulty.Centred"], "task: ... change its buffer center ..."),
 }
@@ -327,6 +335,13 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
     assert found([*ddp, "micro_batch_size=2"]) == []
     (finding,) = found([*line, "micro_batch_size=auto"])
     assert said(finding) == Says(f"{expected} and their memory (set micro_batch_size to a number")
+
+
+@pytest.mark.slow
+def test_a_number_in_a_dictionary_that_no_checkpoint_holds_is_warned_of() -> None:
+    (finding,) = found(task("InADictionary"))
+    expected = "task: stats['mean'] changes from step to step, and no checkpoint holds it: if a step reads it, ..."
+    assert finding.is_warning and said(finding) == Says(expected)
 
 
 @pytest.mark.slow

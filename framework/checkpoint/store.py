@@ -86,8 +86,10 @@ class CheckpointStore:
                 manifest.discard(path)  # not flushed: after a power cut it may exist again; the next deletion removes it
 
     def _best(self, found: list[Path]) -> list[Path]:
-        values = {path: value for path in found if (value := _of_state(path, "monitor")) is not None}
-        return sorted(values, key=lambda path: values[path], reverse=self.mode == "max")
+        """Return the checkpoints of evaluated steps, the best first; of equal ones, the earliest, as in a run's summary."""
+        values = {path: value for path in reversed(found) if (value := _of_state(path, "monitor")) is not None}
+        sign = -1 if self.mode == "max" else 1
+        return sorted(values, key=lambda path: sign * values[path])
 
     def is_among_best(self, value: float) -> bool:
         """Return whether a checkpoint with this monitored value would be kept as one of the best."""

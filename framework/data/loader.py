@@ -113,14 +113,15 @@ class Loader:
                 fetched[part.number] = self._micro_batch(numbered, samples[span], draws[span], at=at)
             micro_batch = fetched[part.number]
             micro_batches.append(micro_batch._replace(is_padding=True) if part.is_padding else micro_batch)
-        is_even = self.micro_batch_size is None or len(samples) % self.micro_batch_size == 0
         targets = torch.from_numpy(self.source.targets[samples]) if self._knows_targets else None  # type: ignore[attr-defined]
         batch = at[2] % self.order.epoch_size // self.order.global_batch_size
-        return Step(epoch, len(samples), micro_batches, is_even=is_even, targets=targets, batch=batch)
+        return Step(epoch, len(samples), micro_batches, targets=targets, batch=batch)
 
     def _micro_batch(self, part: Part, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int]) -> MicroBatch:
         """Return the micro-batch of these samples. Its padding depends only on these samples, not on others of this rank."""
         is_training, epoch, start = at[0] == "data", at[1], at[2]
+        if (begin_epoch := getattr(self.source, "begin_epoch", None)) is not None:
+            begin_epoch(epoch if is_training else 0)  # a share of train is evaluated as it is stored
         one_by_one: Any = getattr(self.source, "sample", None)
         fetched: list[Any] = []
         for sample, draw in zip(samples, draws) if one_by_one is not None else ():

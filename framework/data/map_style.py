@@ -48,7 +48,7 @@ class MapStyle(SampleDataset):
 
     The function for a split (`train`, ...) is called when the split is loaded. If `val` or `test` is missing, it is a share of
     train, with the same samples for every seed. Random draws of `dataset[i]` from torch, numpy or random depend only on the
-    seed, the epoch and i.
+    seed, the epoch and i. `set_epoch(epoch)` of the training dataset is called before its samples are fetched, if it has one.
     """
 
     train: Callable[[], Any]
@@ -73,7 +73,11 @@ class MapStyle(SampleDataset):
         if len(samples if numbers is None else numbers) == 0:
             carved = f" left: dataset.shares carves {len(samples)} out of train" if len(samples) else ""
             raise ValueError(f"dataset.{split}: has no sample{carved}")
-        return OneByOne(self, samples, numbers, split=split, collate=self.collate or collate)
+        source = OneByOne(self, samples, numbers, split=split, collate=self.collate or collate)
+        if (split == "train" or make is None) and callable(set_epoch := getattr(samples, "set_epoch", None)):
+            set_epoch(0)  # a notebook's object may be in a later one
+            source.begin_epoch = set_epoch  # type: ignore[attr-defined]
+        return source
 
     def _carved(self, split: Split, length: int) -> np.ndarray | None:
         """Return the numbers of the split's samples among the samples of train; None if the split has its own samples."""

@@ -81,6 +81,8 @@ class Selected:
         if hasattr(source, "sample"):  # in a stream, samples are counted over all epochs
             self.sample = lambda index: source.sample(int(numbers[index % len(numbers)]))
             self.collate = source.collate  # type: ignore[attr-defined]
+        if hasattr(source, "begin_epoch"):
+            self.begin_epoch = source.begin_epoch
         if hasattr(source, "stored"):
             self.stored = lambda indices: source.stored(numbers[indices])
             self.num_stored = getattr(source, "num_stored", len(source))

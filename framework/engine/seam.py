@@ -23,6 +23,7 @@ class MicroBatch(NamedTuple):
     samples: Sequence[int] = ()  # their numbers in the stored data, for messages
     split: str = ""
     weight: Number | None = None  # of its loss, if the task tells it before the forward
+    num_tokens: Sequence[int] = ()  # on each process of a context-parallel group, if the tokens are cut
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Return the micro-batch with `function` applied to each of its tensors."""
@@ -36,7 +37,6 @@ class Step(NamedTuple):
     num_samples: int  # of the global batch, over all ranks
     micro_batches: Sequence[MicroBatch]
     turn: str = ""  # the turn whose parameters it moves; empty: all parameters
-    is_even: bool = True  # all micro-batches on all ranks have the same size; then all ranks cut a step in the same way
     targets: Tree = None  # of the global batch, on the CPU, if every rank knows them; None: a rank knows only its own
     batch: int = 0  # its number in the epoch, or in the evaluation
     mark: dict[str, Any] | None = None  # of a stream: its place before this step

@@ -6,7 +6,7 @@ Shapes of a mixer's tensors: B samples, N heads, T tokens, E dim of a head.
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -35,7 +35,12 @@ class Slices:
     """The runs of tokens of the current samples, one for each rank of `group`; their lengths differ by at most one."""
 
     group: dist.ProcessGroup
-    counts: list[int] = field(default_factory=list)  # the number of each rank's tokens
+    forward: Forward
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of each rank's tokens."""
+        return [*self.forward.num_tokens]
 
     @property
     def span(self) -> tuple[int, int]:
@@ -48,10 +53,15 @@ class Slices:
         return self.counts[self.group.rank()] / sum(self.counts)
 
     def of(self, whole: MicroBatch) -> MicroBatch:
-        """Return this rank's tokens; inputs and targets are (B, T)."""
-        self.counts = [part.shape[1] for part in whole.inputs.tensor_split(self.group.size(), dim=1)]
-        start, stop = self.span
-        return whole._replace(inputs=whole.inputs[:, start:stop], targets=whole.targets[:, start:stop])
+        """Return this rank's tokens; inputs and targets are (B, T). Unfit if they are not."""
+        tensors = whole.inputs, whole.targets
+        lengths = {one.shape[1] if isinstance(one, Tensor) and one.ndim > 1 else None for one in tensors}
+        if len(lengths) > 1 or None in lengths:
+            what = "context cuts the tokens of each sample, but this batch's inputs and targets are not two tensors (B, T)"
+            raise Unfit(f"parallel: {what} (ddp or fsdp)")
+        counts = [part.shape[1] for part in whole.inputs.tensor_split(self.group.size(), dim=1)]
+        inputs, targets = (tokens.split(counts, dim=1)[self.group.rank()] for tokens in tensors)
+        return whole._replace(inputs=inputs, targets=targets, num_tokens=counts)
 
 
 class OfSlices:
@@ -99,7 +109,7 @@ def cut_tokens(model: nn.Module, *, forward: Forward, group: dist.ProcessGroup, 
 
     `attention` None: by heads if the number of processes divides them, else with all keys and values.
     """
-    slices = Slices(group)
+    slices = Slices(group, forward)
     for mixer in dict.fromkeys(model.mixers()):  # type: ignore[operator]  # several layers can share a mixer
         # compiled code ends before the mixer and starts again after it: the mixer's communication is not part of a graph
         mixer.forward = torch.compiler.disable(_mixing(mixer.forward, slices=slices, attention=attention))

@@ -96,7 +96,7 @@ class Continuation:
         self._build = build.altered(parallel=SINGLE)
 
     def compare(self, left: Sequence[Any]) -> list[Problem]:
-        """Raise Refused for what is different from the first run, which has left this; return no other findings."""
+        """Raise Refused for what is different from the first run, which has left this; return warnings."""
         other_validation, other_later, outcomes = _of_bytes(left[0]), _of_bytes(left[1]), [Continued(*one) for one in left[2]]
         validation = validation_tensors(self._build)
         self._samples = samples = TrainingSamples(self._build)
@@ -104,9 +104,7 @@ class Continuation:
         samples.compare(later, other_later)
         if not same_tensors(validation, other_validation):
             raise differs_when_loaded("val")
-        for outcome in outcomes:
-            self._compare(outcome)
-        return []
+        return [finding for outcome in outcomes for finding in self._compare(outcome)][:1]
 
     def _new_player(self) -> Player:
         return Player(self._build, sources={"train": self._samples.source})
@@ -121,8 +119,8 @@ class Continuation:
         with untouched(self._player.module, self._player.engine.task):
             return self._go_on(outcome, self._player).step
 
-    def _compare(self, ours: Continued) -> None:
-        """Refuse what computes something else after a restore: a step, its updates, or an evaluation."""
+    def _compare(self, ours: Continued) -> list[Problem]:
+        """Refuse what computes something else after a restore: a step, its updates, or an evaluation; return warnings."""
         self._ours, self._player = ours, self._new_player()
         self._theirs = theirs = self._go_on(ours, self._player)
         if differing := other_sketch(ours.step, theirs.step):
@@ -136,10 +134,16 @@ class Continuation:
         self._compare_evaluations(ours, theirs)
         if lost := [place for place in self._changed() if ours.numbers[place] != theirs.numbers.get(place)]:
             once_more = self._go_on(ours, self._new_player()).numbers
-            for key, name in lost:  # it may matter only after thousands of steps; a time differs again
-                if theirs.numbers.get((key, name)) == once_more.get((key, name)):
-                    what = f"{name} changes from step to step, and no checkpoint holds it"
-                    raise Refused(key, what, _BUFFER[key.partition(".")[0]])
+            # it may matter only after thousands of steps; a time differs again
+            lost = [place for place in lost if theirs.numbers.get(place) == once_more.get(place)]
+            for key, name in sorted(lost, key=lambda place: "[" in place[1]):
+                what, cure = f"{name} changes from step to step, and no checkpoint holds it", _BUFFER[key.partition(".")[0]]
+                if "[" not in name:
+                    raise Refused(key, what, cure)
+                return [
+                    Problem(key, f"{what}: if a step reads it, a continued run computes other results", cure, is_warning=True)
+                ]
+        return []
 
     def _changed(self) -> list[tuple[str, str]]:
         return [place for place, value in self._ours.numbers.items() if self._ours.before.get(place) != value]

@@ -1,7 +1,11 @@
 """What decides the results of a step besides its samples: how it is cut into micro-batches."""
 
 import math
+import time
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 
 from framework.build.training import Builder
 from framework.engine.forward import modules_of
@@ -13,8 +17,19 @@ from framework.preflight.player import Player
 from framework.preflight.processes import data_ranks
 from framework.preflight.refused import Refused, blamed
 from framework.preflight.training_samples import TrainingSamples
-from framework.preflight.two_steps import Sketch, other_sketch, sketch
+from framework.preflight.two_steps import Sketch, far, other_sketch, sketch
+from framework.runtime.exits import is_own_code
 from framework.runtime.problem import Problem
+
+_MORE_S = 0.5  # seconds for the losses of more samples
+
+
+class _Computed(NamedTuple):
+    """What a step computes, by name."""
+
+    sums: dict[str, float]
+    buffers: dict[str, Sketch]
+    gradients: dict[str, Sketch]
 
 
 class Cutting:
@@ -26,6 +41,7 @@ class Cutting:
         self._size = build.config.global_batch_size // 2
         # in the run, a micro-batch is a process's share of a step
         depends = self._of_run.micro_batch_size == "auto" or self._of_run.launch.most_processes > 1
+        self._rounds = PRECISIONS[self._of_run.precision.name].autocast is not None
         self._is_open = self._of_run.known_micro_batch_size is None and depends
 
     def look_at_smallest(self) -> None:
@@ -70,28 +86,30 @@ class Cutting:
         return [Problem("model", what, cure, is_warning=True)]
 
     def _loss(self, micro_batches: Sequence[MicroBatch]) -> float:
-        return self._sums_and_buffers(micro_batches, measure=False)[0]["loss"]
+        return self._computed(micro_batches, measure=False).sums["loss"]
 
-    def _sums_and_buffers(
-        self, micro_batches: Sequence[MicroBatch], *, with_parts: bool = False, measure: bool = True
-    ) -> tuple[dict[str, float], dict[str, Sketch]]:
-        """Return what a step with these micro-batches sums up, and what it makes of the buffers; nothing is changed."""
+    def _computed(self, micro_batches: Sequence[MicroBatch], *, with_parts: bool = False, measure: bool = True) -> _Computed:
+        """Return what a step with these micro-batches computes; nothing is changed."""
         step = Step(0, sum(micro_batch.num_samples for micro_batch in micro_batches), list(micro_batches))
         holders = [self._player.module, *modules_of(self._player.task).values()]
         with untouched(*holders):
             step = self._player.parts.begin_step(step, has_row=True) if with_parts else step
             sums = self._player.gradients(step, index=0, measure=measure)
-            buffers = {name: sketch(buffer) for holder in holders for name, buffer in holder.named_buffers()}
-            return {name: float(value) for name, value in sums.items()}, buffers
+            parameters = dict(self._player.module.named_parameters())
+            return _Computed(
+                {name: float(value) for name, value in sums.items()},
+                {name: sketch(buffer) for holder in holders for name, buffer in holder.named_buffers()},
+                {name: sketch(torch.zeros(()) if p.grad is None else p.grad) for name, p in parameters.items()},
+            )
 
     def _look_at_loss(self) -> list[Problem]:
         """Compare, in evaluation mode, the loss of some samples with the losses of their halves."""
         half = max(1, self._size // 2)
         with in_eval_mode(self._player.module):
             whole, parts = self._loss(self._samples.cut(2 * half)[:1]), self._loss(self._samples.cut(half)[:2])
-        rounding = 1e-5 if PRECISIONS[self._of_run.precision.name].autocast is None else 1e-2
+        rounding = 1e-2 if self._rounds else 1e-5
         if not math.isfinite(whole + parts) or abs(whole - parts) <= rounding * max(abs(whole), abs(parts)):
-            return []
+            return self._look_at_more()
         where = place_of_loss(self._player.task)
         if abs(2 * whole - parts) <= rounding * max(abs(2 * whole), abs(parts)):
             what = f"its loss of a batch{where} is the mean of its halves' losses"
@@ -99,6 +117,21 @@ class Cutting:
             raise Refused("task", what, "return the sum over the samples (reduction='sum')")
         what = f"its loss of a batch{where} is neither the sum nor the mean of its halves' losses"
         return self._depends_on_cut("task", f"{what} (it, or the model's forward in evaluation mode, couples samples or draws)")
+
+    def _look_at_more(self) -> list[Problem]:
+        """Compare the losses of more and more samples, as far as there is time: what couples some may not couple the first."""
+        count, most, until = 4 * self._size, self._of_run.global_batch_size, time.monotonic() + _MORE_S
+        while self._is_open and count // 2 < most and time.monotonic() < until:
+            count = min(count, most)
+            with in_eval_mode(self._player.module):
+                whole, parts = (self._loss(self._samples.first(count, size=size)) for size in (count, -(-count // 2)))
+            if math.isfinite(whole + parts) and differ(whole, parts, tolerance=1e-2 if self._rounds else 3e-5):
+                what = (
+                    f"its loss of {count} samples{place_of_loss(self._player.task)} is not the sum of the losses of its halves"
+                )
+                return self._depends_on_cut("task", what)
+            count *= 2
+        return []
 
     def _look_at_training(self) -> list[Problem]:
         """Warn of a training step that draws, that couples samples or that counts them, whatever code does so."""
@@ -117,20 +150,23 @@ class Cutting:
     def _look_at_cuts(self, key: str, what: str, *, with_parts: bool) -> list[Problem]:
         """Compare some samples at once with the same samples again, and with their parts."""
         whole, *_ = self._samples.cut(self._size)
-        at_once = [self._sums_and_buffers([whole._replace(number=number)], with_parts=with_parts) for number in range(3)]
-        (sums, buffers), *again = at_once
-        if any(differ(other, sums, tolerance=0.0) for other, _ in again):
+        at_once, *again = (self._computed([whole._replace(number=number)], with_parts=with_parts) for number in range(3))
+        sums = at_once.sums
+        if any(differ(other.sums, sums, tolerance=0.0) for other in again):
             return self._depends_on_cut(key, f"{what} draws random numbers")
         parts = self._samples.cut(max(n for n in range(1, self._size) if self._size % n == 0))
         mine = [part for part in parts if part.start < self._size]
-        in_parts, buffers_in_parts = self._sums_and_buffers(mine, with_parts=with_parts)
-        if differ(in_parts["loss"], sums["loss"], tolerance=1e-3):
+        in_parts = self._computed(mine, with_parts=with_parts)
+        if differ(in_parts.sums["loss"], sums["loss"], tolerance=1e-3):
             return self._depends_on_cut(key, f"{what} couples the samples of a micro-batch")
-        if name := other_sketch(buffers, buffers_in_parts):
+        if far(at_once.gradients, in_parts.gradients, what="", tolerance=5e-2 if self._rounds else 1e-3):
+            what = "its backward pass couples the samples of a micro-batch (a hook, or an autograd.Function)"
+            return self._depends_on_cut(key, what)
+        if name := other_sketch(at_once.buffers, in_parts.buffers):
             owner = "model" if name in dict(self._player.module.named_buffers()) else "task"
             what = f"in training, the samples of a micro-batch change its buffer {name}"
             return self._depends_on_cut(owner, what, then="; only the samples of a step's micro-batch 0 then change the buffer")
-        if name := next((name for name in sums if differ(in_parts.get(name), sums[name], tolerance=1e-3)), ""):
+        if name := next((name for name in sums if differ(in_parts.sums.get(name), sums[name], tolerance=1e-3)), ""):
             return self._depends_on_cut("task", f"its value {name} of a batch is not the sum of the values of its parts")
         return []
 
@@ -150,4 +186,4 @@ def place_of_loss(task: object) -> str:
     """Return the file and the line of a task's loss, for a message: of its `source`, if another function computes it."""
     found = getattr(task, "source", None) or getattr(task, "step", None) or getattr(task, "loss", None)
     code = getattr(found, "__code__", None)
-    return f" (at {code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f" (at {code.co_filename}:{code.co_firstlineno})" if code is not None and is_own_code(code.co_filename) else ""

@@ -1,5 +1,6 @@
 """The differences that a forward makes: to a model, and to the generators."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -70,15 +71,32 @@ def other_column(ours: Row, theirs: Row, *, but_not: Row | None = None, toleranc
 
 
 def plain_numbers(holders: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the numbers and tensors in plain attributes of objects, and of a module's modules, by key and path."""
+    """Return the numbers, tensors and arrays in plain attributes of objects, and of a module's modules, by key and path.
+
+    Those in a list or a dictionary have a path such as `history[3]`.
+    """
     found: dict[tuple[str, str], str] = {}
     for key, holder in holders.items():
         modules = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
         for prefix, module in modules.items():
             for name, value in list(getattr(module, "__dict__", {}).items()):
-                if isinstance(value, (int, float, Tensor)):
-                    found[key, f"{prefix}.{name}" if prefix else name] = repr(value)
+                path = f"{prefix}.{name}" if prefix else name
+                is_hidden = name.startswith("_") or name in _HELD
+                found |= {(key, place): repr(number) for place, number in _numbers_in(value, path, depth=0 if is_hidden else 2)}
     return found
+
+
+_HELD = ("state", "param_groups", "defaults")  # of an optimizer: in checkpoints
+_MOST = 1000  # items of a list
+
+
+def _numbers_in(value: Any, path: str, *, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and tensors that a value is or has, each with its path; of lists and dictionaries down to a depth."""
+    if isinstance(value, (int, float, Tensor, np.ndarray, np.number)):
+        yield path, value
+    elif depth and isinstance(value, (list, tuple, deque, dict)) and len(value) <= _MOST:
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers_in(item, f"{path}[{name!r}]", depth=depth - 1)
 
 
 class Writes(TorchDispatchMode):

@@ -102,9 +102,13 @@ class TrainingSamples:
                 return
 
     def smallest(self, *, dp_size: int) -> int:
-        """Return the number of samples in the smallest micro-batch of the run's first epoch, over all data-parallel ranks."""
+        """Return the number of samples in the run's smallest micro-batch, over all data-parallel ranks.
+
+        Without a part that lets the batch grow, all epochs have the micro-batches of the first one.
+        """
         order, samples_seen, sizes = self.order, 0, set[int]()
-        while samples_seen < order.epoch_size:
+        end, until = self.plan.total_steps * order.global_batch_size, time.monotonic() + _EPOCHS_S
+        while samples_seen < (order.epoch_size if order.grow is None else end) and time.monotonic() < until:
             size = order.size(samples_seen)
             sizes.add(size)
             samples_seen += size * ((order.epoch_size - samples_seen) // size if order.grow is None else 1)
@@ -133,6 +137,12 @@ class TrainingSamples:
     def cut(self, size: int) -> list[MicroBatch]:
         """Return the first step in micro-batches of so many samples: fetched anew, because a tensor's rows may be anything."""
         return list(self._loader(micro_batch_size=size).train_step(0).micro_batches)
+
+    def first(self, count: int, *, size: int) -> list[MicroBatch]:
+        """Return the first samples, in micro-batches of so many."""
+        build = self._build.altered(global_batch_size=count, micro_batch_size=size, drop_last=count <= len(self.source))
+        loader = build.loader(self.source, "train", dp_rank=0, dp_size=1)
+        return list(loader.train_step(0).micro_batches)
 
     def later(self) -> list[Tensor]:
         """Return the first step's samples as they are in the next epoch."""

@@ -27,6 +27,7 @@ from framework.runtime.torch_internals import is_of_functorch
 
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
+_FACTORS = 1e2, 1e-4  # of the gradients of two more updates: an optimizer may have a threshold
 _SAMPLED = 1 << 16  # numbers of a tensor
 _ROUNDED = 1.0 + 2.0**-46  # a factor: an optimizer that amplifies rounding takes other steps, whatever the strategy
 _INFINITE = 1e3  # what an infinite number counts as, for example of a mask
@@ -141,6 +142,9 @@ def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> No
     is_small = sum(parameter.numel() for parameter in engine.module.parameters()) < _SMALL
     count, within_s = (seen.num_updates, math.inf) if seen.num_updates else (_UPDATES, _UPDATES_S)
     seen.num_updates = player.repeat(step, count if is_small else min(count, _UPDATES_IF_LARGE), within_s=within_s)
+    for factor in _FACTORS:
+        player.watch.factor *= factor
+        player.repeat(step, 1, within_s=math.inf)
     seen.updated = weights_of(player)
     engine.sync_buffers()
     _note_buffers(engine.module, seen)

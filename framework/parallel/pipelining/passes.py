@@ -98,7 +98,7 @@ class Pipeline:
         is_training = bool(self._waiting.get(number))
         micro_batch = self._waiting[number].pop(0) if is_training else self._evaluated
         assert micro_batch is not None
-        self._forward.is_padding = micro_batch.is_padding
+        self._forward.begin(micro_batch)
         if is_training:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch.number, turn=self._turn)
         is_last, inputs = number == self._num_stages - 1, micro_batch.inputs
@@ -128,19 +128,18 @@ class Pipeline:
     def of(self, step: Step) -> Sequence[Sequence[MicroBatch]]:
         """Cut a step into passes, because a schedule is made for one shape, and a collate function can pad each differently.
 
-        If stages are sharded, all ranks gather shards in each pass. Then a short micro-batch is the last of its rank, and runs
-        alone, and every other rank also runs its last micro-batch alone.
+        If stages are sharded, all ranks gather shards in each pass: then each micro-batch runs alone if the shapes differ on
+        any rank. Collective.
         """
-        if self._same is None or self._summed_over is not None:  # not sharded
-            passes = dict[tuple[torch.Size, ...], list[MicroBatch]]()
-            for micro_batch in step.micro_batches:
-                shapes = tuple(value.shape for sent in self.sent.like(micro_batch.inputs) for value in sent)
-                passes.setdefault(shapes, []).append(micro_batch)
-            return [*passes.values()]
-        if step.is_even or len(step.micro_batches) == 1:
-            return [step.micro_batches]
-        *others, last = sorted(step.micro_batches, key=lambda micro_batch: (not micro_batch.is_padding, micro_batch.number))
-        return [others, [last]]
+        passes = dict[tuple[Sequence[int], ...], list[MicroBatch]]()
+        for micro_batch in step.micro_batches:
+            self._forward.begin(micro_batch)
+            shapes = [value.shape for sent in self.sent.like(micro_batch.inputs) for value in sent]
+            passes.setdefault((tuple(micro_batch.num_tokens), *shapes), []).append(micro_batch)
+        is_sharded = self._same is not None and self._summed_over is None
+        if is_sharded and self._world.agreement.sum(torch.tensor([float(len(passes) > 1)])):
+            return [[micro_batch] for micro_batch in step.micro_batches]
+        return [*passes.values()]
 
     def begin(self, step: Step, *, index: int) -> None:
         """Set what the random draws of a step's forward passes depend on."""
@@ -208,6 +207,7 @@ class Pipeline:
 
     def zeros(self, micro_batch: MicroBatch, *, measure: bool) -> Sums:
         """Return a zero for each measured sum: every rank must know its name, but only the last stage measures it."""
+        self._forward.begin(micro_batch)
         outputs = self._chain.outputs(micro_batch.inputs)[-1]
         on_meta = micro_batch.mapped(lambda tensor: torch.empty_like(tensor, device="meta"))
         with torch.device("meta"):  # also what the task makes itself
@@ -221,6 +221,7 @@ class Pipeline:
         sums: Sums = {}
         for micro_batch in micro_batches:
             self._waiting, self._evaluated = {}, micro_batch
+            self._forward.begin(micro_batch)
             self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
             outputs, is_whole = self._through_all_stages(micro_batch), self.has_outputs and not micro_batch.is_padding
             is_seen = is_whole and observe
