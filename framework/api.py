@@ -17,6 +17,7 @@ from framework.config.frozen_file import recall
 from framework.config.modes import MODES
 from framework.config.schema import RunConfig
 from framework.launch.decision import PRINTED
+from framework.preflight.check import edited_problems
 from framework.runs.directory import RunDirectory
 from framework.runs.metrics_file import Row, read_rows
 from framework.runtime.environment import Environment
@@ -99,6 +100,7 @@ def compose(*overrides: str, **keys: Any) -> RunConfig:
             [Problem(repr(wrong[0]), what, "one argument for each word, as in run('model=mlp', 'seed=1')")]
         )
     words, problems = live.words_of(keys)
+    problems += edited_problems(live.module_names(keys))
     checked = checked_line([*overrides, *words])
     if checked.config is None or problems:
         raise ConfigurationError(problems + checked.problems)

@@ -43,6 +43,17 @@ def words_of(given: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
     return words, problems
 
 
+def module_names(given: Mapping[str, Any]) -> list[str]:
+    """Return the names of the modules that define the objects among keyword arguments; a notebook's own cells are none."""
+    names = set[str]()
+    for value in given.values():
+        if isinstance(value, Mapping):
+            names |= {*module_names(value)}
+        elif not _is_plain(value):
+            names.add(str(getattr(getattr(value, "func", value), "__module__", None)))
+    return sorted(names - {"__main__", "None"})
+
+
 def _require_whole(optimizer: Any, model: Any) -> None:
     """ValueError if an optimizer that exists does not hold the parameters of the model that are trained."""
     groups, parameters = getattr(optimizer, "param_groups", None), getattr(model, "parameters", None)

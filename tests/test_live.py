@@ -1,6 +1,8 @@
 """Objects of a program as the components of a draft: what the same loop by hand computes, in one process and in several."""
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -254,3 +256,18 @@ def test_a_notebook_shows_the_progress(tmp_path: Path, monkeypatch: pytest.Monke
     said = ["".join(output.get("text", "") for output in cell.outputs) for cell in book.cells]
     assert all("step 12/12  loss" in text and "finished: " in text for text in said[1:3]), said
     assert book.cells[3].outputs[0]["data"]["text/plain"] == "'finished'"
+
+
+@in_a_program
+def test_an_object_of_a_module_that_was_edited_is_refused_until_it_is_reloaded(tmp_path: Path) -> None:
+    module = tmp_path / "edited_net.py"
+    module.write_text("from torch import nn\n\n\nclass Net(nn.Linear):\n    pass\n")
+    sys.path.insert(0, str(tmp_path))
+    edited_net = importlib.import_module("edited_net")
+    given = {"dataset": SAMPLES, "task": nn.MSELoss(), "optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
+    run(model=edited_net.Net(6, 1).double(), **given, **KEYS)
+    module.write_text(module.read_text().replace("pass", "scale = 2"))
+    with pytest.raises(ConfigurationError, match=r"run\.code: edited_net\.py: Net: the file has changed"):
+        run(model=edited_net.Net(6, 1).double(), **given, **KEYS)
+    importlib.reload(edited_net)
+    run(model=edited_net.Net(6, 1).double(), **given, **KEYS)

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from framework.engine.sums import Value
 from framework.modules.parts import own_answer
 from framework.parallel.exchange import Exchange
 from framework.runtime.exits import Unfit
+from framework.runtime.log import LOGGER
 
 Attention = Literal["ulysses", "ring"]
 Mix = Callable[..., Tensor]
@@ -84,10 +86,20 @@ class OfSlices:
         return loss if self.loss_weight is not None else self._of_slice(loss)
 
     def metrics(self, outputs: Any, targets: Any) -> dict[str, Value]:
-        return {name: self._of_slice(value) for name, value in self._task.metrics(outputs, targets).items()}
+        values = self._task.metrics(outputs, targets)
+        _warn_of(tuple(name for name, value in values.items() if not isinstance(value, tuple)))
+        return {name: self._of_slice(value) for name, value in values.items()}
 
     def _of_slice(self, value: Value) -> Value:
         return value if isinstance(value, tuple) else value * self._slices.share
+
+
+@cache
+def _warn_of(names: tuple[str, ...]) -> None:
+    """Warn, once, of values without a weight: no comparison of a few samples shows whether they look at whole samples."""
+    if names and dist.get_rank() == 0:
+        what = "under context, a value without its weight counts as a mean over the tokens of each sample"
+        LOGGER.warning("task: %s: %s (a value that looks at whole samples is wrong: ddp or fsdp)", ", ".join(names), what)
 
 
 def problems(model: nn.Module, *, demands: Demands, context: int) -> list[str]:

@@ -12,7 +12,8 @@ from framework.preflight.differences import other_column
 from framework.preflight.player import SINGLE
 from framework.preflight.processes import axes_of
 from framework.preflight.ranks import fault_of_ranks, observe_ranks
-from framework.preflight.two_steps import Seen, difference, far
+from framework.preflight.sketches import far
+from framework.preflight.two_steps import Seen, difference
 from framework.runtime.problem import Problem, shown
 
 _SMALL = 2  # processes along an axis
@@ -148,7 +149,7 @@ def _cure(options: list[tuple[str, Node]], fault: Callable[[Node], str]) -> str:
 def _lost(ranks: list[Seen]) -> str:
     """Return what the ranks compute otherwise after a save and a restore, or an empty text."""
     for rank in ranks:
-        if rank.restored and (differing := far(*rank.restored, what="the gradient of", tolerance=1e-4)):
+        if rank.restored and (differing := far(rank.gradients[-1], rank.restored, what="the gradient of", tolerance=1e-4)):
             return f"keep something that no checkpoint holds: restored from one, {differing}"
     return ""
 

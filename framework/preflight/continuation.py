@@ -14,8 +14,9 @@ from framework.engine.seam import Step
 from framework.preflight.differences import other_column, untouched
 from framework.preflight.player import SINGLE, Player
 from framework.preflight.refused import Refused, blamed
+from framework.preflight.sketches import Sketch, other_sketch, sketch
 from framework.preflight.training_samples import KEYED, TrainingSamples, batch_tensors, differs_when_loaded, same_tensors
-from framework.preflight.two_steps import Sketch, gradients_of, other_sketch, sketch, weights_of
+from framework.preflight.two_steps import gradients_of, weights_of
 from framework.runs.metrics_file import Row
 from framework.runtime.problem import Problem
 

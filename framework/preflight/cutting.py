@@ -16,8 +16,8 @@ from framework.preflight.differences import differ, untouched
 from framework.preflight.player import Player
 from framework.preflight.processes import data_ranks
 from framework.preflight.refused import Refused, blamed
+from framework.preflight.sketches import Sketch, far, other_sketch, sketch
 from framework.preflight.training_samples import TrainingSamples
-from framework.preflight.two_steps import Sketch, far, other_sketch, sketch
 from framework.runtime.exits import is_own_code
 from framework.runtime.problem import Problem
 

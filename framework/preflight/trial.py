@@ -18,8 +18,8 @@ from framework.preflight.cutting import Cutting
 from framework.preflight.differences import Draws, Writes
 from framework.preflight.player import SINGLE, Player
 from framework.preflight.refused import Refused, blamed
+from framework.preflight.sketches import other_sketch, sketches
 from framework.preflight.training_samples import KEYED, TrainingSamples
-from framework.preflight.two_steps import other_sketch, sketches
 from framework.runtime.problem import Problem
 
 _AGING, _SMALL = 32, 1_000_000  # steps before the second comparison, for models with at most so many parameters

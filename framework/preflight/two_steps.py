@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,11 @@ from framework.checkpoint.canonical import model_tensors, state_tensors
 from framework.checkpoint.format import dtype_name
 from framework.checkpoint.plain_state import changed_values, require_same_parts
 from framework.data.source import Source
-from framework.modules.tensors import first_tensor, whole
-from framework.preflight.differences import differ, other_column, real
+from framework.modules.tensors import first_tensor
+from framework.preflight.differences import differ, other_column, untouched
 from framework.preflight.player import Player
 from framework.preflight.refused import Refused, blamed
+from framework.preflight.sketches import TOLERANCE, Sketch, distance, far, sketch
 from framework.runs.metrics_file import Row
 from framework.runtime.problem import shown
 from framework.runtime.torch_internals import is_of_functorch
@@ -28,15 +29,11 @@ from framework.runtime.torch_internals import is_of_functorch
 # updates after the two steps, for an optimizer that looks at several parameters only after some steps
 _UPDATES, _UPDATES_IF_LARGE, _SMALL, _UPDATES_S = 50, 10, 10_000_000, 2.0  # updates; parameters; seconds
 _FACTORS = 1e2, 1e-4  # of the gradients of two more updates: an optimizer may have a threshold
-_SAMPLED = 1 << 16  # numbers of a tensor
 _ROUNDED = 1.0 + 2.0**-46  # a factor: an optimizer that amplifies rounding takes other steps, whatever the strategy
-_INFINITE = 1e3  # what an infinite number counts as, for example of a mask
 _LEAST = 1e-6  # of a scale in float64: an activation is near 1
 _SEARCHED, _SEARCH_S = 16, 0.5  # steps to search, and seconds, for a step that is hard for a strategy
 
-_TOLERANCE = 1e-6  # in float64: a wrong computation differs by more than a thousandth, rounding by less than 1e-10
-
-Sketch = tuple[float, float]  # of a tensor: its norm, and a projection
+_LATE = 1e-3  # a tolerance for gradients after many updates
 
 
 @dataclass
@@ -45,12 +42,12 @@ class Seen:
 
     # of modules in the first micro-batch, in the order of their ends, by name and shape: a strategy may cut an output
     outputs: dict[tuple[str, torch.Size], Sketch] = field(default_factory=dict)
-    gradients: list[dict[str, Sketch]] = field(default_factory=list)  # of each step
+    gradients: list[dict[str, Sketch]] = field(default_factory=list)  # of the two steps, and of one after more updates
     updated: dict[str, Sketch] = field(default_factory=dict)  # the weights, after more updates
     buffers: dict[str, Sketch] = field(default_factory=dict)  # that checkpoints hold, after two steps
     scales: dict[str, float] = field(default_factory=dict)  # of buffers: the norm from which rounding is judged
     rows: list[Row] = field(default_factory=list)  # of each step, and of an evaluation
-    restored: list[dict[str, Sketch]] = field(default_factory=list)  # gradients of a step, and again after a restore before it
+    restored: dict[str, Sketch] = field(default_factory=dict)  # the last gradients again, after a restore before their step
     first: int = 0  # the number of the first step
     num_updates: int = 0  # after the two steps
     do_part: bool = False  # its samples enter different modules
@@ -60,21 +57,6 @@ class Seen:
     crossing: str = ""  # the first place in the model's own code that needs a tensor which a pipeline does not send
     finding: tuple[str, str, str] | None = None  # the key, the text and the remedy of a fault with any strategy
     then: "list[Seen]" = field(default_factory=list)  # of rank 0: what all ranks have computed afterwards
-
-
-def sketch(tensor: Tensor) -> Sketch:
-    """Return two numbers that distinguish tensors: the norm, and the product with a fixed vector without a period."""
-    flat = real(whole(tensor.detach())).reshape(-1).double().nan_to_num(math.nan, _INFINITE, -_INFINITE)
-    ramp = torch.arange(flat.numel(), dtype=torch.float64)
-    product = flat * torch.sin(ramp * ramp % 1000.0 + ramp)
-    return float(flat.norm()), float(product.sum())  # a dot product of MKL rounds as its threads are free
-
-
-def sketches(module: nn.Module) -> dict[str, Sketch]:
-    """Return sketches of a module's parameters and buffers; for large tensors, of some of their numbers."""
-    tensors = {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    plain = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided and not tensor.is_meta}
-    return {name: sketch(tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED) or 1]) for name, tensor in plain.items()}
 
 
 def _player(build: Builder, source: Source, *, folder: Path) -> Player:
@@ -142,10 +124,11 @@ def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> No
     is_small = sum(parameter.numel() for parameter in engine.module.parameters()) < _SMALL
     count, within_s = (seen.num_updates, math.inf) if seen.num_updates else (_UPDATES, _UPDATES_S)
     seen.num_updates = player.repeat(step, count if is_small else min(count, _UPDATES_IF_LARGE), within_s=within_s)
-    for factor in _FACTORS:
-        player.watch.factor *= factor
-        player.repeat(step, 1, within_s=math.inf)
-    seen.updated = weights_of(player)
+    with untouched(engine.module):  # a model may not take what follows large updates
+        for factor in _FACTORS:
+            player.watch.factor *= factor
+            player.repeat(step, 1, within_s=math.inf)
+        seen.updated = weights_of(player)
     engine.sync_buffers()
     _note_buffers(engine.module, seen)
     _look_at_evaluation(player, seen)
@@ -154,16 +137,18 @@ def two_steps(build: Builder, source: Source, seen: Seen, *, folder: Path) -> No
     can_save = player.parts.can_save(is_ending=False) and all(
         dtype_name(t.dtype) for t in state_tensors(player.trainer.held).values()
     )
+    step, saved = next(following), None
     if build.world.world_size > 1 and can_save:  # float64 makes complex weights complex128, which no checkpoint holds
         _require_storable(player)
-        saved, step = player.save(), next(following)
-        player.take(step)
-        seen.restored.append(gradients_of(player))
+        saved = player.save()
+    player.take(step)
+    seen.gradients.append(gradients_of(player))
+    if saved is not None:
         again = _player(build.altered(), source, folder=folder)  # the first is used no more
         again.engine.warm_up()
         again.restore(saved)
         again.take(step)
-        seen.restored.append(gradients_of(again))
+        seen.restored = gradients_of(again)
 
 
 def _note_buffers(module: nn.Module, seen: Seen) -> None:
@@ -251,54 +236,34 @@ def _outputs(module: nn.Module, outputs: dict[tuple[str, torch.Size], Sketch]) -
 
 def difference(expected: Seen, ranks: list[Seen], *, but_not: Seen | None = None) -> str:
     """Return the first difference, or an empty text. A column that differs also in `but_not` does not count."""
-    gradients = [{name: sketch for rank in ranks[::-1] for name, sketch in rank.gradients[step].items()} for step in range(2)]
     worst = ""
     for step in range(2):
         worst = worst or _other_number(expected, ranks[0], step, where=f"step {step + 1}", but_not=but_not)
-        worst = worst or far(expected.gradients[step], gradients[step], what=f"step {step + 1}: the gradient of")
-    updated = {name: sketch for rank in ranks[::-1] for name, sketch in rank.updated.items()}
-    worst = worst or far(expected.updated, updated, what=f"after {expected.num_updates} more updates by the same gradients:")
+        gradients = _merged(rank.gradients[step] for rank in ranks)
+        worst = worst or far(expected.gradients[step], gradients, what=f"step {step + 1}: the gradient of")
+    updates = f"{expected.num_updates} more updates by the same gradients"
+    worst = worst or far(expected.updated, _merged(rank.updated for rank in ranks), what=f"after {updates}:")
     worst = worst or _other_number(expected, ranks[0], 2, where="an evaluation", but_not=but_not)
-    buffers = {name: sketch for rank in ranks[::-1] for name, sketch in rank.buffers.items()}
-    for name, sketch in expected.buffers.items():  # one by one: some are counts
+    buffers = _merged(rank.buffers for rank in ranks)
+    for name, buffer in expected.buffers.items():  # one by one: some are counts
         found = {name: buffers[name]} if name in buffers else {}
-        worst = worst or far({name: sketch}, found, what="after two steps: the buffer", scale=expected.scales[name])
+        worst = worst or far({name: buffer}, found, what="after two steps: the buffer", scale=expected.scales[name])
+    late = _merged(rank.gradients[2] for rank in ranks)
+    worst = worst or far(expected.gradients[2], late, what=f"a step after {updates}: the gradient of", tolerance=_LATE)
     if not worst:
         return ""
-    for output, sketch in expected.outputs.items():
+    for output, one in expected.outputs.items():
         for rank in ranks:
-            if output in rank.outputs and not _distance(sketch, rank.outputs[output]) <= _TOLERANCE * max(sketch[0], 1e-12):
+            if output in rank.outputs and not distance(one, rank.outputs[output]) <= TOLERANCE * max(one[0], 1e-12):
                 return f"first in the output of {output[0] or 'the model'}; {worst}"
     return worst
 
 
-def far(
-    expected: dict[str, Sketch], actual: dict[str, Sketch], *, what: str, scale: float = 0.0, tolerance: float = _TOLERANCE
-) -> str:
-    """Return the tensor that differs most, if all tensors together differ by more than the rounding of a norm of `scale`."""
-    if missing := expected.keys() ^ actual.keys():
-        return f"{what} {min(missing)} exists on one side only"
-    distances = {name: _distance(expected[name], actual[name]) for name in expected}
-    norm = max(scale, 1e-12, sum(sketch[0] ** 2 for sketch in expected.values()) ** 0.5)
-    if sum(distance**2 for distance in distances.values()) ** 0.5 <= tolerance * norm:
-        return ""
-    name = next(name for name in distances if not distances[name] <= tolerance * max(expected[name][0], 1e-12))
-    return f"{what} {name} differs by {distances[name] / max(expected[name][0], 1e-12):.1e}"
-
-
-def other_sketch(ours: dict[str, Sketch], theirs: dict[str, Sketch]) -> str:
-    """Return the name of the first tensor that differs by more than rounding; or an empty text. (`repr`: nan equals nan.)"""
-    for name in (name for name in {**ours, **theirs} if repr(ours.get(name)) != repr(theirs.get(name))):
-        if not (name in ours and name in theirs) or far({name: ours[name]}, {name: theirs[name]}, what=""):
-            return name
-    return ""
+def _merged(of_ranks: Iterable[dict[str, Sketch]]) -> dict[str, Sketch]:
+    return {name: one for sketches in [*of_ranks][::-1] for name, one in sketches.items()}
 
 
 def _other_number(expected: Seen, rank: Seen, number: int, *, where: str, but_not: Seen | None) -> str:
     row, found = expected.rows[number], rank.rows[number]
     name = other_column(found, row, but_not=but_not.rows[number] if but_not is not None else None)
     return name and f"{name} of {where} is {shown(found.get(name))} instead of {shown(row.get(name))}"
-
-
-def _distance(one: Sketch, other: Sketch) -> float:
-    return max(abs(one[0] - other[0]), abs(one[1] - other[1]))
