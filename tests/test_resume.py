@@ -136,6 +136,15 @@ def test_where_a_run_began_does_not_change(tmp_path: Path) -> None:
     )
 
 
+def test_of_equally_good_checkpoints_the_earliest_is_the_best(tmp_path: Path) -> None:
+    line = ["model=mlp", "dataset=synthetic", "trainer.max_epochs=null", "trainer.max_steps=8", "trainer.eval_every=2",
+            "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_best=1", "checkpoint.monitor=val/accuracy",
+            "checkpoint.mode=max", "optimizer.lr=1e-12", "rehearse=false"]  # fmt: skip
+    ended = finished(*line, root=tmp_path)
+    assert ended.summary["metrics"]["val"]["best"]["step"] == 2
+    assert sorted(path.name for path in (ended.directory / "checkpoints").iterdir()) == ["step_00000002", "step_00000008"]
+
+
 def test_what_is_best_and_when_to_stop_follow_from_the_runs_own_settings(tmp_path: Path) -> None:
     other = ["checkpoint.mode=max", "trainer.early_stopping.monitor=val/accuracy", "trainer.early_stopping.mode=max"]
     first = finished(*RUN, *other, "trainer.early_stopping.patience=99", "trainer.max_epochs=1", root=tmp_path / "first")

@@ -33,8 +33,7 @@ class Forward:
     devices: Sequence[torch.device]  # of the model
     autocast: torch.dtype | None
     observers: list[Observe] = field(default_factory=list)  # get the outputs of each micro-batch of an evaluation, on one rank
-    is_padding: bool = field(default=False, init=False)  # of the current micro-batch; for layers that use other ranks' samples
-    num_tokens: Sequence[int] = field(default=(), init=False)  # of the current micro-batch, on each process that has some
+    current: MicroBatch | None = field(default=None, init=False)  # set before any part of its forward or its loss
     _at: tuple[int | str, ...] = field(default=(), init=False)  # the key of the current micro-batch's random draws
     _num_calls: int = field(default=0, init=False)  # how often its step has called the model (0 without own calls)
 
@@ -53,9 +52,10 @@ class Forward:
         self._at, self._num_calls = (*at, *(("turn", turn) if turn else ()), *phase), 0
         self.reseed()
 
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """Make this the current micro-batch. Call this before any part of its forward or its loss."""
-        self.is_padding, self.num_tokens = micro_batch.is_padding, micro_batch.num_tokens
+    @property
+    def is_padding(self) -> bool:
+        """Whether the current micro-batch is padding; for layers that use other ranks' samples."""
+        return self.current is not None and self.current.is_padding
 
     def begin_call(self) -> None:
         """Let the units draw other numbers than in an earlier call for the same micro-batch."""
@@ -84,7 +84,7 @@ class Forward:
 
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the sum of the losses, for the backward pass, and all sums, with `measure` also those of the metrics."""
-        self.begin(micro_batch)
+        self.current = micro_batch
         try:
             compute = functools.partial(call, model, micro_batch.inputs)
             outputs = compute() if self.autocast is None else self.for_loss(compute)
@@ -95,7 +95,7 @@ class Forward:
 
     def outputs(self, model: Callable[..., Any], micro_batch: MicroBatch) -> Tree:
         """Return the model's outputs."""
-        self.begin(micro_batch)
+        self.current = micro_batch
         try:
             return self.in_precision(lambda: call(model, micro_batch.inputs))
         except Exception as error:

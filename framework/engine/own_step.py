@@ -148,7 +148,7 @@ class OwnSteps(WholeModel):
         self.buffers[0].end_forward(None if micro_batch.is_padding else micro_batch.number)
 
     def _begin(self, micro_batch: MicroBatch, step: Step, index: int | None, *phase: str) -> None:
-        self.forward.is_padding = micro_batch.is_padding
+        self.forward.current = micro_batch
         self.forward.seed_draws(*phase, step=index, micro_batch=micro_batch.number, turn=step.turn)
 
     def _given(self, micro_batch: MicroBatch, step: Step, index: int | None) -> tuple[Batch, Context]:

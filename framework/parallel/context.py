@@ -42,7 +42,8 @@ class Slices:
     @property
     def counts(self) -> list[int]:
         """The number of each rank's tokens."""
-        return [*self.forward.num_tokens]
+        assert self.forward.current is not None
+        return [*self.forward.current.num_tokens]
 
     @property
     def span(self) -> tuple[int, int]:

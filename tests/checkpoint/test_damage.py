@@ -111,14 +111,6 @@ def test_damaged_checkpoints_of_later_steps_displace_no_valid_one(tmp_path: Path
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000002", "step_00000003"]
 
 
-def test_of_equally_good_checkpoints_the_earliest_is_the_best(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints", world=World.alone(), keep_last=1, keep_best=1, mode="max")
-    for step, monitor in ((2, 0.5), (4, 1.0), (6, 1.0), (8, 0.9)):
-        store.save(step, {"model/weight": torch.ones(3)}, {"progress": {"step": step}, "monitor": monitor})
-    assert store.best() == tmp_path / "checkpoints" / "step_00000004"
-    assert sorted(path.name for path in store.directory.iterdir()) == ["step_00000004", "step_00000008"]
-
-
 @contextmanager
 def our_log_seen() -> Iterator[None]:
     """Let pytest see our log, which otherwise has handlers of its own."""

@@ -98,7 +98,7 @@ class Pipeline:
         is_training = bool(self._waiting.get(number))
         micro_batch = self._waiting[number].pop(0) if is_training else self._evaluated
         assert micro_batch is not None
-        self._forward.begin(micro_batch)
+        self._forward.current = micro_batch
         if is_training:
             self._forward.seed_draws(step=self._index, micro_batch=micro_batch.number, turn=self._turn)
         is_last, inputs = number == self._num_stages - 1, micro_batch.inputs
@@ -133,7 +133,7 @@ class Pipeline:
         """
         passes = dict[tuple[Sequence[int], ...], list[MicroBatch]]()
         for micro_batch in step.micro_batches:
-            self._forward.begin(micro_batch)
+            self._forward.current = micro_batch
             shapes = [value.shape for sent in self.sent.like(micro_batch.inputs) for value in sent]
             passes.setdefault((tuple(micro_batch.num_tokens), *shapes), []).append(micro_batch)
         is_sharded = self._same is not None and self._summed_over is None
@@ -207,7 +207,7 @@ class Pipeline:
 
     def zeros(self, micro_batch: MicroBatch, *, measure: bool) -> Sums:
         """Return a zero for each measured sum: every rank must know its name, but only the last stage measures it."""
-        self._forward.begin(micro_batch)
+        self._forward.current = micro_batch
         outputs = self._chain.outputs(micro_batch.inputs)[-1]
         on_meta = micro_batch.mapped(lambda tensor: torch.empty_like(tensor, device="meta"))
         with torch.device("meta"):  # also what the task makes itself
@@ -221,7 +221,7 @@ class Pipeline:
         sums: Sums = {}
         for micro_batch in micro_batches:
             self._waiting, self._evaluated = {}, micro_batch
-            self._forward.begin(micro_batch)
+            self._forward.current = micro_batch
             self._forward.seed_draws(step=None, micro_batch=micro_batch.number)
             outputs, is_whole = self._through_all_stages(micro_batch), self.has_outputs and not micro_batch.is_padding
             is_seen = is_whole and observe
