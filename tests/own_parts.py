@@ -75,10 +75,10 @@ class Grows:
         scale(loop, 1 - 1e-3 * float(self.losses.mean()))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen/losses": self.losses}
+        return {"seen.losses": self.losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = state["seen/losses"]
+        self.losses = state["seen.losses"]
 
 
 class Loss(Kept):

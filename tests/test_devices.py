@@ -232,6 +232,12 @@ def test_a_device_without_room_says_what_needs_less() -> None:
                                "trainer.activation_checkpointing=true, or parallel=fsdp")  # fmt: skip
 
 
+def test_code_that_takes_no_shards_is_told_what_continues_the_run() -> None:
+    for text in ("aten.transpose_.default does not have a sharding strategy registered", "got mixed torch.Tensor and DTensor"):
+        assert headline(RuntimeError(text)).endswith("parallel=zero or parallel=ddp continues the run)")
+    assert headline(RuntimeError("of another kind")) == "RuntimeError: of another kind"
+
+
 def test_a_lack_of_memory_is_known_by_what_libraries_say() -> None:
     wrapped = ValueError("my layer")
     wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

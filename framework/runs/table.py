@@ -35,7 +35,8 @@ class TableRow:
         summary = directory.read_summary()
         objective, _ = best_of_monitor(summary)
         state = "failed" if code not in (None, Exit.FINISHED, Exit.PREEMPTED) else state or directory.state
-        error = summary.get("error") or f"{directory.state if code is None else f'exit {code}'}, without a message"
+        how = "refused before its start" if code == Exit.CONFIGURATION else "without a message"
+        error = summary.get("error") or f"{directory.state if code is None else f'exit {code}'}, {how}"
         return cls(run.id, directory, values, state, objective, str(error) if state == "failed" else "", code)
 
     @property

@@ -94,9 +94,11 @@ def _headline(error: BaseException) -> str:
         return f"a loader process died: {died[1]} ({_LOADER_REMEDY})"
     if lines[0].endswith(":"):  # the first line only introduces the next lines
         lines = [" ".join(" ".join(lines).split())[:500]]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"{type(error).__name__}: {lines[0]}" + f" ({_WHOLE_TENSORS})" * bool(_OF_SHARDS.search(lines[0]))
 
 
+_OF_SHARDS = re.compile(r"sharding strategy registered|mixed torch\.Tensor and DTensor")
+_WHOLE_TENSORS = "this code does not take shards: the same command with parallel=zero or parallel=ddp continues the run"
 _LESS_MEMORY = ("less memory is needed with a smaller micro_batch_size (auto finds one), "
                 "trainer.activation_checkpointing=true, or parallel=fsdp")  # fmt: skip
 

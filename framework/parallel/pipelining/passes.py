@@ -181,29 +181,33 @@ class Pipeline:
             sum_all((local(gradient_or_zeros(p)) for p in self._parameters), group=self._summed_over)
 
     def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
-        sent = [tuple(value.requires_grad_() for value in one) for one in self.sent.like(micro_batches[0].inputs)]
+        sent = self.sent.like(micro_batches[0].inputs)
         key = (len(micro_batches), *(tuple(value.shape) for one in sent for value in one))
         if key not in self._schedules:
-            loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)  # the last stage's result
-            stages = []
-            for number, stage in self.stages.items():
-                given, made = sent[number - 1] if number else (), sent[number] if number < len(sent) else loss
-                where = (number, self._num_stages, self._world.device)
-                stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self.group))
-                greet_others_only(stages[-1], rank=self._rank)
-            count = len(micro_batches)
-            schedule, asked = make_schedule(self._schedule, stages, num_micro_batches=count)
-            if self._world.rank == 0 and not self._schedules:
-                kind = type(schedule).__name__.removeprefix("Schedule")
-                waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
-                LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s), %.0f %% of the time waiting",
-                            self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
-                if asked:
-                    LOGGER.warning("parallel.schedule: %s cannot run %d micro-batch%s in a pass, so %s is used (it takes %s; "
-                                   "micro_batch_size decides the number)",
-                                   self._schedule, count, "es" * (count != 1), kind, asked)  # fmt: skip
-            self._schedules[key] = schedule
+            self._schedules[key] = self._new_schedule(sent, count=len(micro_batches))
         return self._schedules[key]
+
+    def _new_schedule(self, sent: Sequence[tuple[Tensor, ...]], *, count: int) -> Any:
+        """Return a schedule of `count` micro-batches, whose stages send tensors like these."""
+        sent = [tuple(value.requires_grad_() for value in one) for one in sent]
+        loss = torch.empty((), dtype=self._dtype, device="meta", requires_grad=True)  # the last stage's result
+        stages = []
+        for number, stage in self.stages.items():
+            given, made = sent[number - 1] if number else (), sent[number] if number < len(sent) else loss
+            where = (number, self._num_stages, self._world.device)
+            stages.append(PipelineStage(stage, *where, input_args=given, output_args=made, group=self.group))
+            greet_others_only(stages[-1], rank=self._rank)
+        schedule, asked = make_schedule(self._schedule, stages, num_micro_batches=count)
+        if self._world.rank == 0 and not self._schedules:
+            kind = type(schedule).__name__.removeprefix("Schedule")
+            waiting = waiting_share(schedule, num_micro_batches=count, num_ranks=self._size)
+            LOGGER.info("pipeline: %d stages on %d processes, %d micro-batch%s in a pass (%s), %.0f %% of the time waiting",
+                        self._num_stages, self._size, count, "es" * (count != 1), kind, 100 * waiting)  # fmt: skip
+            if asked:
+                LOGGER.warning("parallel.schedule: %s cannot run %d micro-batch%s in a pass, so %s is used (it takes %s; "
+                               "micro_batch_size decides the number)",
+                               self._schedule, count, "es" * (count != 1), kind, asked)  # fmt: skip
+        return schedule
 
     def zeros(self, micro_batch: MicroBatch, *, measure: bool) -> Sums:
         """Return a zero for each measured sum: every rank must know its name, but only the last stage measures it."""
