@@ -62,7 +62,7 @@ class Program:
 
 
 OWN_STEP = "the task has its own step"
-WHOLE = "this optimizer needs whole tensors"
+WHOLE = "this one needs whole tensors"
 NO_LINEAR = "divides the features of no linear layer"
 READS = "it reads the values of its tensors"
 

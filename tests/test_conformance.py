@@ -110,7 +110,7 @@ REFUSED |= {("expert", ranks, model): NO_EXPERTS.format(kind) for ranks in (2, 3
     ("two inputs", "TwoInputs")]}  # fmt: skip
 NO_CHAIN = "parallel: {} ... chain()"
 REFUSED |= {("pipeline", ranks, model): NO_CHAIN.format(kind) for ranks in (2, 3, 4) for model, kind in [
-    ("two inputs", "TwoInputs"), ("experts", "MoEGPT")]}  # fmt: skip
+    ("two inputs", "TwoInputs")]}  # fmt: skip
 REFUSED |= {(strategy, *key[1:]): line for key, line in REFUSED.items() if key[0] == "pipeline"
             for strategy in ("ddp+pp", "pp+fsdp+tp")}  # fmt: skip
 REFUSED |= {

@@ -17,7 +17,7 @@ from framework.engine.engine import no_whole_outputs
 from framework.engine.forward import Factor, Forward, counted, scaled
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, add
-from framework.modules.tensors import Tree, local
+from framework.modules.tensors import Tree, local, map_tensors
 from framework.modules.trace import example_of
 from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
@@ -214,8 +214,12 @@ class Pipeline:
         self._forward.current = micro_batch
         outputs = self._chain.outputs(micro_batch.inputs)[-1]
         on_meta = micro_batch.mapped(lambda tensor: torch.empty_like(tensor, device="meta"))
-        with torch.device("meta"):  # also what the task makes itself
-            _, sums = self._forward.measured(outputs, on_meta, measure=measure)
+        try:
+            with torch.device("meta"):  # also what the task makes itself
+                _, sums = self._forward.measured(outputs, on_meta, measure=measure)
+        except NotImplementedError:  # the task reads numbers
+            zeros = map_tensors(lambda tensor: torch.zeros_like(tensor, device=self._world.device), outputs)
+            _, sums = self._forward.measured(zeros, micro_batch, measure=measure)
         return {name: torch.zeros((), dtype=value.dtype, device=self._world.device) for name, value in sums.items()}
 
     # --- evaluation
