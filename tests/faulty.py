@@ -153,6 +153,26 @@ class DroppingWhereCut(Dropping):
         return {"first": "colwise", "last": "rowwise"}
 
 
+class DroppingLate(Net):
+    """Has a dropout without an effect, between two layers that tensor parallelism cuts; `StartsDropping` gives it one."""
+
+    def make(self) -> None:
+        self.drop = nn.Dropout(0.0)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.drop(x)
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"first": "colwise", "last": "rowwise"}
+
+
+class StartsDropping:
+    """A part."""
+
+    def step_begun(self, loop: Any) -> None:
+        loop.module.drop.p = 0.3 if loop.step >= 10 else 0.0
+
+
 class AlwaysDropping(Net):
     def middle(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.3)
