@@ -184,7 +184,7 @@ class Coupling(Net):
 
 
 class Patient(Net):
-    """Counts in a plain attribute what will matter later, or in an object, a deque; or has a generator that it does not use."""
+    """Counts in a plain attribute what will matter later, or never; or in an object, a deque; or has an unused generator."""
 
     class Memory:
         def __init__(self) -> None:
@@ -192,13 +192,14 @@ class Patient(Net):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.num_calls, self.memory = kind, 0, self.Memory()
+        self.kind, self.num_calls, self.num_passes, self.memory = kind, 0, 0, self.Memory()
         if kind == "generator":
             self.noise = torch.Generator()
 
     def middle(self, x: Tensor) -> Tensor:
         if self.training and self.kind == "counter":
             self.num_calls += 1
+        self.num_passes += self.kind == "unread"
         if self.training and self.kind == "object":
             self.memory.means.append(float(x.detach().mean()))
         return x * 2 if max(self.num_calls, len(self.memory.means)) >= 40 else x

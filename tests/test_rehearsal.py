@@ -339,10 +339,14 @@ def test_what_the_number_of_processes_would_decide_is_warned_of(what: str) -> No
     assert said(finding) == Says(f"{expected} and their memory (set micro_batch_size to a number")
 
 
+UNREAD = {"task: stats['mean']": task("InADictionary"), "model: num_passes": [*model("Patient"), "+model.kind=unread"]}
+
+
 @pytest.mark.slow
-def test_a_number_in_a_dictionary_that_no_checkpoint_holds_is_warned_of() -> None:
-    (finding,) = found(task("InADictionary"))
-    expected = "task: stats['mean'] changes from step to step, and no checkpoint holds it: if a step reads it, ..."
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_number_that_no_checkpoint_holds_is_warned_of_if_nothing_seems_to_read_it(name: str) -> None:
+    (finding,) = found(UNREAD[name])
+    expected = f"{name} changes from step to step, and no checkpoint holds it: if a step reads it, ..."
     assert finding.is_warning and said(finding) == Says(expected)
 
 

@@ -1,8 +1,9 @@
 """The second of a rehearsal's short runs: it continues the first from its checkpoints, without earlier computations."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -34,8 +35,10 @@ _OUTSIDE = {
     "metric": "something from evaluation to evaluation",
     "part": "something outside its state",
 }
+_LOST = "{} changes from step to step, and no checkpoint holds it"
 _RESTORED = "restored from a checkpoint"
 BEFORE = 2  # steps before the save: after the first step, an average of the weights equals the weights
+_LATE = 999_999, 1_000_000  # numbers of late steps
 _ROUNDING = 1e-4  # of a column of a training row; an evaluation is more exact
 
 
@@ -110,9 +113,13 @@ class Continuation:
     def _new_player(self) -> Player:
         return Player(self._build, sources={"train": self._samples.source})
 
-    def _go_on(self, outcome: Continued, player: Player) -> Continued:
-        """Let a player do from the checkpoint what has led to this outcome."""
+    def _go_on(
+        self, outcome: Continued, player: Player, *, late: Mapping[tuple[str, str], int] = MappingProxyType({})
+    ) -> Continued:
+        """Let a player do from the checkpoint what has led to this outcome, but with these numbers in plain attributes."""
         player.restore(Path(outcome.path))
+        for place, number in late.items():
+            player.replace_number(place, number)
         return Continued.of(player, outcome.path, self._following, num_more=outcome.num_more, within_s=math.inf)
 
     def _again(self, outcome: Continued) -> dict[str, Sketch]:
@@ -133,18 +140,38 @@ class Continuation:
             self._refuse(("model", "task"), f"{how} (first seen in {differing})", why=why, cure=cure)
         self._compare_updates(ours, theirs)
         self._compare_evaluations(ours, theirs)
-        if lost := [place for place in self._changed() if ours.numbers[place] != theirs.numbers.get(place)]:
-            once_more = self._go_on(ours, self._new_player()).numbers
-            # it may matter only after thousands of steps; a time differs again
-            lost = [place for place in lost if theirs.numbers.get(place) == once_more.get(place)]
-            for key, name in sorted(lost, key=lambda place: "[" in place[1]):
-                what, cure = f"{name} changes from step to step, and no checkpoint holds it", _BUFFER[key.partition(".")[0]]
-                if "[" not in name:
-                    raise Refused(key, what, cure)
-                return [
-                    Problem(key, f"{what}: if a step reads it, a continued run computes other results", cure, is_warning=True)
-                ]
-        return []
+        return self._compare_numbers(ours, theirs)
+
+    def _compare_numbers(self, ours: Continued, theirs: Continued) -> list[Problem]:
+        """Refuse a number in a plain attribute that is not restored, if it decides anything; otherwise return a warning."""
+        lost = [place for place in self._changed() if ours.numbers[place] != theirs.numbers.get(place)]
+        again = self._go_on(ours, self._new_player()) if lost else theirs
+        lost = [place for place in lost if theirs.numbers.get(place) == again.numbers.get(place)]  # a time differs again
+        alone = [place for place in lost if "[" not in place[1]]
+        if alone and self._decide(alone, again):
+            key, name = next((place for place in alone if self._decide([place], again)), alone[0])
+            raise Refused(key, _LOST.format(name), _BUFFER[key.partition(".")[0]])
+        then = "if a step reads it, a continued run computes other results"
+        return [Problem(key, f"{_LOST.format(name)}: {then}", _BUFFER[key.partition(".")[0]], is_warning=True)
+                for key, name in lost[:1]]  # fmt: skip
+
+    def _decide(self, places: Sequence[tuple[str, str]], again: Continued) -> bool:
+        """Return whether anything is computed otherwise with the numbers of late steps at these places; of a tensor: yes.
+
+        An average, in a tensor, is kept to be read.
+        """
+        theirs, rows = self._theirs, {"row": _ROUNDING, "evaluation": 1e-5}
+        for number in _LATE:
+            try:
+                late = self._go_on(self._ours, self._new_player(), late=dict.fromkeys(places, number))
+            except Exception:  # of code that reads them
+                return True
+            sketches = [(theirs.step, late.step), (theirs.weights, late.weights), (theirs.weights_after, late.weights_after)]
+            columns = (other_column(getattr(late, row), getattr(theirs, row), but_not=getattr(again, row), tolerance=tolerance)
+                       for row, tolerance in rows.items())  # fmt: skip
+            if any(other_sketch(*pair) for pair in sketches) or any(columns):
+                return True
+        return False
 
     def _changed(self) -> list[tuple[str, str]]:
         return [place for place, value in self._ours.numbers.items() if self._ours.before.get(place) != value]

@@ -1,5 +1,6 @@
 """The run's own trainer in a rehearsal: with small steps, in a folder of its own, and with a name for what is to blame."""
 
+import functools
 import math
 import tempfile
 import time
@@ -8,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,12 +229,26 @@ class Player:
             with self._blamed(split):
                 self.trainer.evaluate(split)
 
+    @property
+    def _holders(self) -> dict[str, Any]:
+        """The run's objects, by key."""
+        holders: dict[str, Any] = {"model": self.module, "task": self.task, "optimizer": self.update.optimizer}
+        holders |= {"part": SimpleNamespace(loop=self.parts.loop)}
+        holders |= {f"metric.{name}": metric for name, metric in self.trainer.tracker.metrics.by_name.items()}
+        return holders | {f"part.{name}": part for name, part in self.parts.by_name.items()}
+
     def numbers(self) -> dict[tuple[str, str], str]:
         """Return the numbers in plain attributes of the run's objects, by key and path: they may explain a fault."""
-        holders: dict[str, Any] = {"model": self.module, "task": self.task, "optimizer": self.update.optimizer}
-        holders |= {f"metric.{name}": metric for name, metric in self.trainer.tracker.metrics.by_name.items()}
-        holders |= {f"part.{name}": part for name, part in self.parts.by_name.items()}
-        return plain_numbers(holders) | {("part", "loop.lr_share"): repr(self.update.lr_share)}
+        return plain_numbers(self._holders) | {("part", "loop.lr_share"): repr(self.update.lr_share)}
+
+    def replace_number(self, place: tuple[str, str], number: int) -> None:
+        """Put a number, as one of the same type, in a plain attribute; a flag becomes the other. TypeError for a tensor."""
+        key, (*above, name) = place[0], place[1].split(".")
+        holder = functools.reduce(getattr, above, self._holders[key])
+        before = getattr(holder, name)
+        if not isinstance(before, (bool, int, float)):
+            raise TypeError(f"{name} is a {type(before).__name__}")
+        setattr(holder, name, not before if isinstance(before, bool) else type(before)(number))
 
     def save(self) -> Path:
         """Save a checkpoint, as the run does; return its path. Refused if a checkpoint cannot hold all of it. Collective."""
