@@ -117,9 +117,9 @@ def test_ancestors_come_first_and_a_resumed_run_says_up_to_where_it_is_the_other
 def test_a_parent_is_remembered_whatever_becomes_of_it(root: Path, tmp_path: Path) -> None:
     line = [*SHORT, f"run.dir={tmp_path / 'parent'}"]
     parent = finished(*line, "seed=3", root=tmp_path).root / "parent"
-    longer = [*SHORT, "seed=3", "trainer.max_epochs=4", f"run.dir={tmp_path / 'child'}"]
-    preempted(*longer, f"run.resume={parent}", at=8, root=tmp_path)
-    finished(*longer, root=tmp_path)  # without the word
+    longer = [*SHORT, "seed=3", "trainer.max_epochs=4", f"run.dir={tmp_path / 'child'}", f"run.resume={parent}"]
+    preempted(*longer, at=8, root=tmp_path)
+    finished(*longer, root=tmp_path)
     child = tmp_path / "child"
     assert [ancestor.run.name for ancestor in lineage(child)] == ["parent", "child"]
     parent.rename(tmp_path / "elsewhere")

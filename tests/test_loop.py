@@ -81,7 +81,7 @@ def test_early_stopping_and_the_best_checkpoints_go_on_through_a_resume_on_sever
     run = finished(*line, root=tmp_path / "runs", before=planted_losses(LOSSES))
     assert run.summary["step"] == 14 and run.summary["status"] == "finished"
     assert steps_of(run, "val") == [2, 4, 6, 8, 10, 12, 14] and steps_of(run, "test") == [14]
-    assert kept(run) == [10, 14]  # of three that are as good, the latest
+    assert kept(run) == [8, 10, 14]  # of three that are as good, the earliest two, and the last
     assert run.summary["metrics"]["val"]["best"]["step"] == 8
     assert read_state(run.directory / "checkpoints" / "step_00000014")["patience"] == {"best": 1.4, "num_bad": 3}
 
