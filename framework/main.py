@@ -46,7 +46,9 @@ def main(arguments: list[str]) -> int:
     if overrides and (path := COMMANDS.get(overrides[0])) and not problems:  # after a flag
         after: int = locate(path)(overrides[1:])
         return after
-    overrides = with_mode(overrides)
+    overrides, unknown = with_mode(overrides)
+    if unknown:
+        return print_problems(problems + unknown)
     if not problems and flags.keys() & {"--help", "--version"}:
         print(help_text(overrides) if "--help" in flags else version_text(__version__))
         return Exit.FINISHED
@@ -91,12 +93,15 @@ def _program(word: str) -> str:
     return f"{EXTRAS.name}.{word}.__main__.main" if is_one else ""
 
 
-def with_mode(words: list[str]) -> list[str]:
-    """Return the overrides of an action that is the first word: `eval RUN key=value` is `mode=eval run.dir=RUN key=value`."""
+def with_mode(words: list[str]) -> tuple[list[str], list[Problem]]:
+    """Return the overrides of an action that is the first word: `eval RUN key=value` is `mode=eval run.dir=RUN key=value`.
+
+    Also return a problem, if RUN is no directory and does not name exactly one run.
+    """
     mode = MODES.get(words[0]) if words else None
     if mode is None:
-        return words
-    overrides = words[1:]
+        return words, []
+    overrides, problems = words[1:], list[Problem]()
     is_of_run = mode.about == "existing run" or mode.name == "cancel"
     if (is_of_run or mode.about == "root") and overrides and "=" not in overrides[0]:
         place = overrides.pop(0)
@@ -105,10 +110,12 @@ def with_mode(words: list[str]) -> list[str]:
 
             root = next((word.removeprefix("run.root=") for word in overrides if word.startswith("run.root=")), None)
             found = find(place, Path(root) if root else None)
-            place = str(found) if isinstance(found, Path) else place
+            if isinstance(found, str):
+                problems.append(Problem("run.dir", found, code=Exit.NO_VALID_CHECKPOINT))
+            place = place if isinstance(found, str) else str(found)
         key = "run.dir" if is_of_run else "run.root"
         overrides.insert(0, shlex.split(typed_override(key, place))[0])  # quoted for Hydra alone
-    return [f"mode={mode.name}", *overrides]
+    return [f"mode={mode.name}", *overrides], problems
 
 
 def _choose_folders(flags: dict[str, str]) -> list[Problem]:

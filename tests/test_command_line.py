@@ -274,7 +274,16 @@ def test_an_action_may_be_the_first_word(
     (run / "summary.json").write_text("{}")
     (run / "config.yaml").write_text("name: one")
     monkeypatch.chdir(tmp_path)
-    assert with_mode(shlex.split(words)) == overrides
+    assert with_mode(shlex.split(words))[0] == overrides
+
+
+def test_the_beginning_of_several_ids_is_no_run(tmp_path: Path) -> None:
+    for run in (tmp_path / "runs" / "one" / name for name in ("0a1b2c3d", "0a1b2c3e")):
+        run.mkdir(parents=True)
+        (run / "summary.json").write_text("{}")
+        (run / "config.yaml").write_text("name: one")
+    ended = typed("eval", "0a1b", directory=tmp_path)
+    assert ended.code == 65 and ended.output.startswith("run.dir: 0a1b names 2 runs: ")
 
 
 def test_flags_come_before_or_after_an_action(tmp_path: Path) -> None:
