@@ -72,7 +72,7 @@ PROGRAMS = {
     "navit": Program(refused={"pipeline": "the model does not take its samples without their numbers"}),
     "flow": Program(refused={"pipeline": OWN_STEP}),
     "ode": Program(refused={"tensor": "mixed torch.Tensor and DTensor", "pipeline": READS}),
-    "speech": Program(refused={"pipeline": "aten::_ctc_loss.Tensor: attempted to run this operator with Meta tensors"}),
+    "speech": Program(),
     "llama": Program(),
     "bart": Program(refused={"fsdp": WHOLE, "tensor": WHOLE, "pipeline": OWN_STEP}, idle=("k_proj.bias",)),
     "mamba": Program(),
