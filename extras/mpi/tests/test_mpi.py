@@ -174,7 +174,7 @@ def test_a_signal_to_mpirun_leaves_no_process_and_a_run_that_continues_over_gloo
 @needs_mpi
 @pytest.mark.parametrize(("fault", "timeout_s", "code", "says", "told"), [
     ("fail", 60, 1, "rank 1: ValueError: a fault of rank 1's own", "rank 1 failed: ValueError: a fault of rank 1's own"),
-    pytest.param("stand_still", 30, 71, "rank 1 hangs: it waits, but not for the other ranks, in step 3 (training), at ",
+    pytest.param("stand_still", 30, 71, "rank 1 hangs: it waits, but not for the other ranks, in step 4 (data), at ",
                  "in stand_still; ", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_rank_that_fails_or_stands_still_ends_them_all(
