@@ -65,7 +65,10 @@ def _require_whole(optimizer: Any, model: Any) -> None:
         raise ValueError("has several groups of parameters, of a model that is no object here (both as objects)")
     held = {id(one) for group in groups for one in group["params"]}
     trained = {id(one) for one in parameters() if one.requires_grad} if parameters is not None else held
-    if held != trained:
+    every = {id(one) for one in parameters()} if parameters is not None else held
+    if getattr(optimizer, "state", None):
+        LOGGER.warning("optimizer: it has taken steps, but a run begins with a new one of its class, groups and settings")
+    if not trained <= held <= every:
         what = f"holds {len(held)} parameters, and the model trains {len(trained)}"
         what += f" others: {len(trained - held)} are not held" if len(held) == len(trained) else ""
         raise ValueError(f"{what} (requires_grad_(False) for those that stay, and the others in the optimizer)")

@@ -1239,10 +1239,11 @@ class Mixed(Net):
 class Residual(Net):
     """A plain loop over blocks with residual connections, each with a weight of its own outside of the blocks."""
 
-    def __init__(self, reach: float = 0.0) -> None:
+    def __init__(self, reach: float = 0.0, has_spare: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4))
         self.scales, self.reach = nn.Parameter(torch.ones(4)), reach
+        self.spare = nn.Parameter(torch.ones(3, 3)) if has_spare else None
 
     def middle(self, x: Tensor) -> Tensor:
         first = x
@@ -1315,11 +1316,15 @@ class Clipping(Net):
 
 
 class Hardest(Classification):
-    """Sums the 16 largest losses of a batch."""
+    """Sums the largest losses of a batch."""
+
+    def __init__(self, *, label_smoothing: float, count: int) -> None:
+        super().__init__(label_smoothing=label_smoothing)
+        self.count = count
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs, targets, reduction="none")
-        return losses.topk(min(16, len(losses))).values.sum()
+        return losses.topk(min(self.count, len(losses))).values.sum()
 
 
 class InAnArray(Classification):

@@ -225,6 +225,9 @@ def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_
         run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=other, **KEYS)
     with pytest.raises(ConfigurationError, match=r"scheduler: a StepLR has its optimizer already .* partial\(StepLR"):
         compose(model=net, scheduler=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters()), 3))
+    net[0].requires_grad_(False)  # the optimizer holds more parameters than are trained
+    run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), **KEYS)
+    net[0].requires_grad_(True)
     with pytest.raises(ConfigurationError, match="optimizer: holds 2 parameters, and the model trains 4"):
         run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD(net[2].parameters(), lr=0.1), **KEYS)
     with pytest.raises(ConfigurationError, match="dataset: train is an iterator, which can be read once"):

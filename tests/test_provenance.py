@@ -18,7 +18,8 @@ from framework.api import ConfigurationError, compose
 from framework.cli.run import checked_line
 from framework.config.code import changed, code_of, functions_of
 from framework.config.folders import ROOT
-from framework.runs.provenance import git_state
+from framework.runs.provenance import Provenance, git_state
+from framework.runtime.log import LOGGER
 from tests.harness import Ended, Says, typed
 from tests.test_resume import after_step, preempt
 
@@ -208,6 +209,29 @@ def test_a_record_says_by_what_and_on_what_a_run_began(folder: Path) -> None:
     assert "-        return self.last(torch.tanh" in start["git"]["diff"] and "runs/" in start["git"]["untracked"]
     assert start["packages"].keys() >= {"torch"} and start["python"] and start["framework"] and start["command"]
     assert [workers["devices"] for workers in start["workers"]] == [["cpu"]]
+
+
+def test_another_installed_package_than_at_the_last_start_is_warned_of_also_of_the_same_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "site-packages"
+    (place / "installed_net").mkdir(parents=True)
+    (place / "installed_net" / "__init__.py").write_text("def net(): ...")
+    (place / "installed_net-0.1.dist-info").mkdir()
+    (place / "installed_net-0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: installed_net\nVersion: 0.1\n"
+    )
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    versions = []
+    for content in ("before", "before", "after"):
+        (place / "installed_net-0.1.dist-info" / "RECORD").write_text(f"installed_net/__init__.py,sha256={content},14\n")
+        caplog.clear()
+        Provenance(tmp_path).add_start(["installed_net.net"])
+        versions.append(Provenance(tmp_path).read().starts[-1].packages["installed_net"])
+        changed = f"other packages than at the last start ... installed_net {versions[0]}, now {versions[-1]}"
+        assert [Says(changed) == message for message in caplog.messages] == [True] * (content == "after")
+    assert versions[0] == versions[1] != versions[2] and versions[2].startswith("0.1 (")
 
 
 def with_git() -> None:

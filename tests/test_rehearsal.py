@@ -232,6 +232,8 @@ TEXTS = ["dataset=map_style", *(f"dataset.{split}={{_target_: tests.faulty_data.
          "micro_batch_size=1", "trainer.max_epochs=null", "trainer.max_steps=4", "launch.nproc_per_node=4"]  # fmt: skip
 RIGHT = {
     "residuals around blocks": [*model("Residual"), "parallel=pipeline", TWO],
+    "a weight that no step uses": [*model("Residual"), "+model.has_spare=true", "parallel=ddp+pp", "parallel.replicate=2",
+                                   "parallel.pipeline=2", "launch.nproc_per_node=4", "micro_batch_size=4"],
     "experts that lie apart": [*model("Mixed"), "+model.kind=apart", "parallel=expert", TWO],
     "a constructor that draws from numpy": [*model("NumpyWeights"), "parallel=fsdp", TWO],
     "noise before the modules of a chain": model("NoisyChain"),
@@ -317,8 +319,12 @@ WARNED = {
     ),
     "a backward pass over the whole batch": (model("Clipping"), "model: its backward pass couples the samples ..."),
     "a loss over more samples than a rehearsal's": (
-        [*task("Hardest"), "global_batch_size=32"],
+        [*task("Hardest"), "+task.count=16", "global_batch_size=32"],
         "task: its loss of 32 samples (at ... faulty.py: ... is not the sum of the losses of its halves, so the results ...",
+    ),
+    "a loss over more samples than a process has": (
+        [*task("Hardest"), "+task.count=8", "global_batch_size=16"],
+        "task: its loss of 16 samples (at ... faulty.py: ... is not the sum of the losses of its halves, so the results ...",
     ),
     "a metric of the whole batch": (task("Spread"), "task: its value spread of a batch is not the sum ..."),
     "statistics of a task": ([*model("Net"), "task._target_=tests.faulty.Centred"], "task: ... change its buffer center ..."),

@@ -51,6 +51,13 @@ def test_killed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert_survives_a_kill(*line, at=5, root=tmp_path)
 
 
+def test_the_rate_of_a_row_is_that_of_the_first_turn(tmp_path: Path) -> None:
+    schedule = "scheduler: {_target_: framework.optim.schedules.constant, warmup_steps: 0}"
+    turns = TURNS.replace("critic: {match: critic.*,", f"critic: {{match: critic.*, {schedule},")
+    ended = finished(*(turns if word == TURNS else word for word in GAN), "trainer.log_every=1", root=tmp_path / "runs")
+    assert [row["lr"] for row in ended.rows if row["split"] == "train"] == [0.02] * 6
+
+
 def test_it_is_the_loop_that_one_would_write(tmp_path: Path) -> None:
     line = [*GAN, "micro_batch_size=null", "scheduler=constant", "scheduler.warmup_steps=0", "optimizer=adam"]
     ended = finished(*line, root=tmp_path / "runs")

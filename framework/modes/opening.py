@@ -88,7 +88,7 @@ def _facts(trainer: Trainer, build: Builder, places: Sequence[tuple[str, str]]) 
     every = [f"{what} {'at the end' if steps is None else f'every {steps}'}" for what, steps in due.items()]
     steps = f"{first} to {plan.total_steps}" if first <= plan.total_steps else f"all {plan.total_steps} are taken"
     yield "steps", f"{steps}{'' if is_endless else f', {epoch} an epoch'}; {', '.join(every)}"
-    low, high, last = (trainer.update.peak_lr * share for share in trainer.update.schedule.span(plan.total_steps))
+    low, high, last = trainer.update.lr_span(plan.total_steps)
     yield "lr", f"{low:.2e} to {high:.2e}, {last:.2e} in the last step"
 
 

@@ -120,7 +120,7 @@ class Cutting:
 
     def _look_at_more(self) -> list[Problem]:
         """Compare the losses of more and more samples, as far as there is time: what couples some may not couple the first."""
-        count, most, until = 4 * self._size, self._of_run.global_batch_size, time.monotonic() + _MORE_S
+        count, most, until = 2 * self._size, self._of_run.global_batch_size, time.monotonic() + _MORE_S
         while self._is_open and count // 2 < most and time.monotonic() < until:
             count = min(count, most)
             with in_eval_mode(self._player.module):

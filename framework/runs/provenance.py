@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -19,8 +20,10 @@ from pydantic import BaseModel
 from framework.config.arguments import split_flags
 from framework.config.code import Code, Functions, changed, code_of, find_module
 from framework.config.files_read import is_file
+from framework.config.frozen_file import digest_of
 from framework.runtime.environment import variables
 from framework.runtime.files import write_atomically
+from framework.runtime.log import LOGGER
 from framework.runtime.secrets import redact
 from framework.runtime.version import __version__
 
@@ -159,7 +162,7 @@ class Provenance:
             host=socket.gethostname(),
             framework=__version__,
             python=platform.python_version(),
-            packages=_versions(code.packages | {"torch"}),
+            packages=_versions(code.packages | {"torch"}, of_targets={target.split(".")[0] for target in targets} - {"torch"}),
             git=git_state(Path.cwd()),
             code=code.digest,
             targets=[*targets],
@@ -167,6 +170,11 @@ class Provenance:
             loaded=None if before is None else before.loaded,
             accepted=accepted,
         )
+        known = {} if before is None else before.packages
+        if others := [
+            f"{name} {known[name]}, now {new}" for name, new in start.packages.items() if known.get(name, new) != new
+        ]:
+            LOGGER.warning("other packages than at the last start, whose results may differ: %s", "; ".join(others))
         record.starts.append(start)
         record.code[code.digest] = {**code.modules}
         self._write(record)
@@ -271,16 +279,23 @@ def _git(folder: Path, *words: str) -> str | None:
     return done.stdout.decode(errors="surrogateescape")  # a source in another encoding keeps its bytes
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of installed packages, by their import names."""
+def _versions(packages: Iterable[str], *, of_targets: Collection[str]) -> dict[str, str]:
+    """Return the versions of installed packages, by their import names; with a hash of the code of those with a `_target_`."""
     found = {}
     for package in sorted(packages):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            if names := _distributions().get(package):
-                found[package] = version(names[0])
+        with suppress(PackageNotFoundError, IndexError):
+            try:
+                there = distribution(package)
+            except PackageNotFoundError:
+                there = distribution(_distributions().get(package, [])[0])
+            found[package] = f"{there.version} ({_hash_of(there)})" if package in of_targets else there.version
     return found
+
+
+def _hash_of(package: Distribution) -> str:
+    """Return a hash of a package's code, of which its installer has listed the hashes: the version may stay the same."""
+    lines = (package.read_text("RECORD") or "").splitlines()
+    return digest_of(sorted(line for line in lines if ".py,sha256=" in line))[:8]
 
 
 _distributions = functools.cache(packages_distributions)

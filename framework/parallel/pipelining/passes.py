@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from framework.distributed.buckets import broadcast_all, sum_all
+from framework.distributed.buckets import broadcast_all
 from framework.distributed.world import World
 from framework.engine.buffers import Buffers
 from framework.engine.engine import no_whole_outputs
 from framework.engine.forward import Factor, Forward, counted, scaled
 from framework.engine.seam import MicroBatch, Step
 from framework.engine.sums import Sums, add
-from framework.modules.tensors import Tree, local, map_tensors
+from framework.modules.tensors import Tree, map_tensors
 from framework.modules.trace import example_of
-from framework.optim.update import gradient_or_zeros
 from framework.parallel.pipelining.chain import Stage, shared_weights
 from framework.parallel.pipelining.own_forward import chain_for
 from framework.parallel.pipelining.schedules import make_schedule, owners, waiting_share
 from framework.parallel.pipelining.sent import SendDtype, Sent
+from framework.parallel.replica import sum_gradients
 from framework.runtime.log import LOGGER
 from framework.runtime.torch_internals import greet_others_only
 
@@ -176,9 +176,9 @@ class Pipeline:
         """Sum the gradients of weights in several stages, and those of the pipelines. Collective."""
         for parameter, group in self._shared:
             if parameter.requires_grad:
-                dist.all_reduce(local(gradient_or_zeros(parameter)), group=group)
+                sum_gradients([parameter], group=group)
         if self._summed_over is not None:
-            sum_all((local(gradient_or_zeros(p)) for p in self._parameters), group=self._summed_over)
+            sum_gradients(self._parameters, group=self._summed_over)
 
     def _schedule_for(self, micro_batches: Sequence[MicroBatch]) -> Any:
         sent = self.sent.like(micro_batches[0].inputs)
