@@ -283,19 +283,19 @@ def _versions(packages: Iterable[str], *, of_targets: Collection[str]) -> dict[s
     """Return the versions of installed packages, by their import names; with a hash of the code of those with a `_target_`."""
     found = {}
     for package in sorted(packages):
-        with suppress(PackageNotFoundError, IndexError):
+        with suppress(metadata.PackageNotFoundError, IndexError):
             try:
-                there = distribution(package)
-            except PackageNotFoundError:
-                there = distribution(_distributions().get(package, [])[0])
+                there = metadata.distribution(package)
+            except metadata.PackageNotFoundError:
+                there = metadata.distribution(_distributions().get(package, [])[0])
             found[package] = f"{there.version} ({_hash_of(there)})" if package in of_targets else there.version
     return found
 
 
-def _hash_of(package: Distribution) -> str:
+def _hash_of(package: metadata.Distribution) -> str:
     """Return a hash of a package's code, of which its installer has listed the hashes: the version may stay the same."""
     lines = (package.read_text("RECORD") or "").splitlines()
     return digest_of(sorted(line for line in lines if ".py,sha256=" in line))[:8]
 
 
-_distributions = functools.cache(packages_distributions)
+_distributions = functools.cache(metadata.packages_distributions)
