@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
+from importlib import metadata
 from pathlib import Path
 
 from pydantic import BaseModel
