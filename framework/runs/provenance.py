@@ -171,9 +171,7 @@ class Provenance:
             accepted=accepted,
         )
         known = {} if before is None else before.packages
-        if others := [
-            f"{name} {known[name]}, now {new}" for name, new in start.packages.items() if known.get(name, new) != new
-        ]:
+        if others := [f"{name} {known[name]}, now {v}" for name, v in start.packages.items() if known.get(name, v) != v]:
             LOGGER.warning("other packages than at the last start, whose results may differ: %s", "; ".join(others))
         record.starts.append(start)
         record.code[code.digest] = {**code.modules}
