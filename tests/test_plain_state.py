@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.plain_state import NotSerializable, decoded, encoded
+from framework.checkpoint.canonical import restore, state_tensors
+from framework.checkpoint.plain_state import NotSerializable, TrainingState, decoded, encoded, plain_state_of_all
+from framework.checkpoint.state import PlainState
+from framework.checkpoint.store import CheckpointStore
+from framework.distributed.world import World
+from framework.modules.tensors import tensors_in
 from tests.harness import assert_close, assert_same_bits, command, finished, once, refused
 from tests.test_evaluate import evaluated, measured
 from tests.test_resume import after_step, assert_survives_a_kill, crash, preempted
@@ -92,7 +97,7 @@ def test_the_extra_state_of_modules_is_saved_and_given_back(tmp_path: Path) -> N
 
 
 VALUES = [None, True, 3, -0.1, math.inf, "text", [1, (2.5, "x")], {"a": {1: None}}, {}, torch.tensor([0.1, math.inf], dtype=torch.float64),
-          torch.tensor(7), torch.zeros(2, 0), torch.tensor([[True, False]])]  # fmt: skip
+          torch.tensor(7), torch.zeros(2, 0), torch.tensor([[True, False]]), torch.ones(2, 3).T]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", VALUES, ids=map(repr, VALUES))
@@ -100,8 +105,36 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     back = decoded(json.loads(json.dumps(encoded(value), allow_nan=False)))
     if isinstance(value, torch.Tensor):
         assert back.dtype == value.dtype and torch.equal(back, value) and back.shape == value.shape
+        assert back.stride() == value.stride()
     else:
         assert back == value and type(back) is type(value)
+
+
+def test_the_order_of_dims_in_memory_comes_back_because_sums_depend_on_it(tmp_path: Path) -> None:
+    def made(*, is_used: bool) -> TrainingState:
+        net, task = torch.nn.Linear(3, 4), torch.nn.Module()
+        net.register_buffer("basis", torch.ones(2, 3).T if is_used else torch.ones(3, 2))
+        task.register_buffer("plain", torch.ones(3, 2))
+        optimizer = torch.optim.SGD(net.parameters())
+        if is_used:
+            optimizer.state[net.weight] = {
+                "like": torch.ones(3, 4).T,
+                "other": torch.ones(5, 2, 6).permute(2, 0, 1),
+                "plain": torch.ones(2, 3),
+            }
+            optimizer.state[net.bias] = {"few": [torch.ones(2, 3).T]}
+        return TrainingState(net, optimizer, None, task, None)
+
+    world, saved, fresh = World.alone(), made(is_used=True), made(is_used=False)
+    store = CheckpointStore(tmp_path, world=world, keep_last=1, keep_best=0, mode="min")
+    store.save(1, state_tensors(saved), {})
+    kept = plain_state_of_all(saved, initial=[{}], world=world).model_dump_json()
+    restore(next(store.directory.iterdir()), PlainState.model_validate_json(kept), fresh, world=world)
+    for of, found in zip(*(list(held.optimizer.state.values()) for held in (saved, fresh))):
+        assert [one.stride() for one in tensors_in(found)] == [one.stride() for one in tensors_in(of)]
+    assert fresh.module.get_buffer("basis").stride() == (1, 3) and torch.equal(
+        fresh.module.get_buffer("basis"), torch.ones(3, 2)
+    )
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), print, torch.zeros(100_000), 1j, [print]], ids=lambda v: type(v).__name__)

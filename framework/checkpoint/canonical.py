@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from framework.checkpoint.chunks import chunks_of
 from framework.checkpoint.format import Inventory, Kinds, inventory_of, read_regions
 from framework.checkpoint.manifest import read_manifest
-from framework.checkpoint.plain_state import PlainState, TrainingState, restore_plain
+from framework.checkpoint.plain_state import PlainState, TrainingState, reordered, restore_plain
 from framework.distributed.world import World
-from framework.modules.tensors import whole, whole_like
+from framework.modules.tensors import in_order, whole, whole_like
 
 
 def state_tensors(held: TrainingState) -> dict[str, Tensor]:
@@ -64,9 +64,13 @@ def restore(path: Path, kept: PlainState, held: TrainingState, *, world: World) 
 
     Raise ValueError, on every rank and before any change, if the names, shapes or dtypes do not match the model's.
     """
+    for name, tensor in reordered(held).items() if kept.orders else ():
+        tensor.data = in_order(tensor.detach(), kept.orders.get(name, []))
     inventory, targets, fresh = _matched(path, held, world=world)
     module, optimizer = held.module, held.optimizer
     states = _optimizer_targets(inventory, module, optimizer)
+    for name, own in states.items():
+        own |= {key: in_order(value, kept.orders.get(f"optimizer/{name}/{key}", [])) for key, value in own.items()}
     targets |= {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     world.agreement.all_or_fail(lambda: read_regions(path, inventory, chunks_of(targets)), what=f"{path} could not be read")
     names = {id(parameter): name for name, parameter in module.named_parameters()}

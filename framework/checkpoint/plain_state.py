@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from framework.checkpoint.state import PlainState, SavedGroup
 from framework.distributed.agreement import exact_text
 from framework.distributed.world import World
+from framework.modules.tensors import in_order, order_of
 from framework.optim.update import Average, group_values
 from framework.runtime.exits import Unfit
 from framework.runtime.problem import shown
@@ -64,7 +65,8 @@ def encoded(value: Any) -> Any:
         return {"dict": [[encoded(key), encoded(item)] for key, item in value.items()]}
     if type(value) is Tensor and value.numel() <= _LARGEST and not value.is_complex():
         numbers = [encoded(number) for number in value.detach().flatten().tolist()]
-        return {"tensor": numbers, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        kind = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"tensor": numbers, **kind, **({} if value.is_contiguous() else {"order": order_of(value)})}
     size = f" with {value.numel():,} numbers" if isinstance(value, Tensor) else ""
     raise NotSerializable(f"a value of type {type(value).__name__}{size}")
 
@@ -86,7 +88,11 @@ def decoded(data: Any, *, like: Any = None) -> Any:
             dtype := getattr(torch, name, None), torch.dtype
         ):
             device = like.device if isinstance(like, Tensor) else None
-            return torch.tensor([decoded(number) for number in numbers], dtype=dtype, device=device).reshape(shape)
+            found = torch.tensor([decoded(number) for number in numbers], dtype=dtype, device=device).reshape(shape)
+            match data:
+                case {"order": list(order)} if all(isinstance(dim, int) for dim in order):
+                    return in_order(found, order)
+            return found
     raise ValueError(f"{str(data)[:60]} is not a value that a run writes")
 
 
@@ -113,15 +119,37 @@ def plain_state_of(held: TrainingState, *, initial: Sequence[Mapping[str, Any]])
         if not isinstance(parameter, Tensor):
             raise NotSerializable(f"{shown(parameter)}, an entry that belongs to no parameter")
         plain = {key: encoded(value) for key, value in state.items() if value is not None and not isinstance(value, Tensor)}
-        if plain and id(parameter) in names:
-            kept.numbers[names[id(parameter)]] = plain
+        if id(parameter) not in names:
+            continue
+        name = names[id(parameter)]
+        kept.numbers |= {name: plain} if plain else {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not _is_laid_out_like(value, parameter):
+                kept.orders[f"optimizer/{name}/{key}"] = order_of(value)
     for group, changed in zip(optimizer.param_groups, changed_values(optimizer, initial)):
         own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         if own and changed:
             kept.groups.append(SavedGroup(names=own, values={key: encoded(value) for key, value in changed.items()}))
     kept.extra = extra_state(module)
     kept.parts = held.parts.plain() if held.parts is not None else {}
+    orders = {name: order_of(tensor) for name, tensor in reordered(held).items()}
+    kept.orders |= {name: order for name, order in orders.items() if order not in (sorted(order), [0, 2, 3, 1])}
     return kept
+
+
+def _is_laid_out_like(value: Tensor, parameter: Tensor) -> bool:
+    """Return whether a state has the layout of a new one for its parameter."""
+    return value.stride() == parameter.stride() if value.shape == parameter.shape else value.is_contiguous()
+
+
+def reordered(held: TrainingState) -> dict[str, Tensor]:
+    """Return the live tensors, by their names in a checkpoint, whose dims may get another order in memory in training.
+
+    (Those of the parameters, and images with the channels last, are the model's.)
+    """
+    found = {f"model/{name}": buffer for name, buffer in held.module.named_buffers()}
+    found |= {f"task/{name}": buffer for name, buffer in held.task.named_buffers()} if held.task is not None else {}
+    return found | {f"part/{name}": tensor for name, tensor in (held.parts.tensors() if held.parts is not None else {}).items()}
 
 
 def extra_state(module: nn.Module) -> dict[str, Any]:
@@ -157,7 +185,7 @@ def merged(parts: Sequence[PlainState]) -> PlainState:
                 whole.groups.append(group)
             elif first != group:
                 raise Unfit(f"optimizer: its groups differ between the processes: {group.values}, {first.values}")
-        whole.extra = part.extra | whole.extra
+        whole.extra, whole.orders = part.extra | whole.extra, part.orders | whole.orders
     return whole
 
 

@@ -84,6 +84,7 @@ class PlainState(Plain):
     groups: list[SavedGroup] = []
     extra: dict[str, Any] = {}  # extra state of modules
     parts: dict[str, Any] = {}  # state of the run's parts, by NAME/PATH
+    orders: dict[str, list[Natural]] = {}  # of the dims in memory, of tensors with another order than new ones
 
 
 class SavedRows(Plain):

@@ -68,6 +68,24 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 WIDEST: defaultdict[str, torch.dtype] = defaultdict(lambda: torch.float64, mps=torch.float32)
 
 
+# --- the order of the dims in memory: it decides how a kernel sums
+
+
+def order_of(tensor: Tensor) -> list[int]:
+    """Return the dims of a plain, dense tensor from the largest stride to the smallest; of any other, as if contiguous."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    is_dense = not hasattr(tensor, "device_mesh") and tensor.permute(order).is_contiguous()
+    return order if is_dense and not tensor.is_contiguous() else [*range(tensor.ndim)]
+
+
+def in_order(tensor: Tensor, order: list[int]) -> Tensor:
+    """Return a copy of a plain tensor with this order of its dims in memory; the tensor itself, if there is none such."""
+    if hasattr(tensor, "device_mesh") or sorted(order) != [*range(tensor.ndim)]:
+        return tensor
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute([*map(order.index, range(len(order)))])
+
+
 # --- shards, recognised without an import of DTensor's module, which takes long
 
 
