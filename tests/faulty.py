@@ -189,6 +189,7 @@ class Patient(Net):
     class Memory:
         def __init__(self) -> None:
             self.means: deque[float] = deque(maxlen=50)
+            self.num_passes = 0
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -200,6 +201,7 @@ class Patient(Net):
         if self.training and self.kind == "counter":
             self.num_calls += 1
         self.num_passes += self.kind == "unread"
+        self.memory.num_passes += self.kind == "deep"
         if self.training and self.kind == "object":
             self.memory.means.append(float(x.detach().mean()))
         return x * 2 if max(self.num_calls, len(self.memory.means)) >= 40 else x
@@ -214,6 +216,12 @@ class LastSeen(Net):
 class Clamped(Net):
     def middle(self, x: Tensor) -> Tensor:
         self.last.weight.data.clamp_(-100, 100)
+        return x
+
+
+class Replaced(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        self.last.weight.data = 0.99 * self.last.weight.data
         return x
 
 

@@ -68,6 +68,7 @@ COUPLED = "optimizer: 2 processes compute different results ... after ... more u
 LATER = (
     "model: restored from a checkpoint, it computes different results ... it keeps something outside ... register_buffer() ..."
 )
+IN_AN_OBJECT = "model: restored from a checkpoint, it computes different results ... {} changes, and no checkpoint holds it (register_buffer() ..."
 FOUND = {
     "a counter": (model("Counter"), "model: ... num_calls ... register_buffer()"),
     "an average": (model("Average"), "model: ... mean ... register_buffer()"),
@@ -81,6 +82,7 @@ FOUND = {
     "a matrix of a metric": (task("Confusion"), "task: ... confusion is of shape [10, 10] ... shape ()"),
     "a hidden momentum": (optimizer("Hidden"), "optimizer: ... Hidden takes a different step ... optimizer.state"),
     "a set": (optimizer("Unkept"), "optimizer: ... of type set"),
+    "a weight that is replaced, on two": ([*model("Replaced"), "parallel=ddp", TWO], "model: ... changes last.weight ... parametrize ..."),
     "a clamp, on two": ([*model("Clamped"), "parallel=ddp", TWO], "model: ... changes last.weight ... parametrize ..."),
     "a shift that is set by the first samples, on two": ([*model("Initialised"), "parallel=ddp", TWO], "model: its forward changes shift, a parameter ..."),
     "a part that changes weights when the run saves": ([*model("Net"), "+part.saves={_target_: tests.faulty.Saving, what: weights}"], "part.saves: saving() changes the weights ..."),
@@ -107,7 +109,7 @@ FOUND = {
     "what is drawn once for all, on two": ([*model("Cached"), "parallel=ddp", TWO, "micro_batch_size=4"], "..."),
     "a hook": (counts("hook"), LATER),
     "a default": (counts("default"), LATER),
-    "a counter behind much": (counts("much"), LATER),
+    "a counter behind much": (counts("much"), IN_AN_OBJECT.format("count.num_calls")),
     "a number of C": (counts("c"), LATER),
     "a hidden model": (model("Hidden2"), "model: restored from a checkpoint, an evaluation gives a different loss ... register_buffer() ..."),
     "an evaluation that moves a buffer": ([*model("Calibrated"), "parallel=ddp", TWO], "model: an evaluation changes its buffer largest ..."),
@@ -166,9 +168,10 @@ FOUND = {
     "a hook that remembers": ([*model("Net"), "parallel=ddp", TWO, "parallel.hook={_target_: tests.faulty.sends_half, _partial_: true}"], "parallel: 2 processes keep something that no checkpoint holds: restored from one, the gradient of ... (parallel.hook=null)"),
     # what goes on from step to step, before it matters
     "a count that will matter": ([*model("Patient"), "+model.kind=counter"], "model: num_calls ... no checkpoint ... register_buffer() ..."),
-    "an object": ([*model("Patient"), "+model.kind=object"], LATER),
+    "an object": ([*model("Patient"), "+model.kind=object"], IN_AN_OBJECT.format("memory.means[0]")),
     "a mean teacher": (model("Teacher2"), "model: ... different results ... register_buffer() ..."),
-    **{f"a count in: {kind}": (counts(kind), LATER) for kind in ("object", "attribute", "iterator", "closure", "class", "global")},
+    "a count in: object": (counts("object"), IN_AN_OBJECT.format("count.num_calls")),
+    **{f"a count in: {kind}": (counts(kind), LATER) for kind in ("attribute", "iterator", "closure", "class", "global")},
     "a counter in the task": (task("Annealed"), "task: num_calls ... no checkpoint ..."),
     "a buffer made later": (model("LaterBuffer"), "model: late appears, or changes its shape, in training ... constructor ..."),
     "a buffer that grows": (model("GrowingBuffer"), "model: history appears, or changes its shape, in training ... constructor ..."),

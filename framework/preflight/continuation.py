@@ -12,7 +12,7 @@ from torch import Tensor
 
 from framework.build.training import Builder
 from framework.engine.seam import Step
-from framework.preflight.differences import other_column, untouched
+from framework.preflight.differences import Place, other_column, untouched
 from framework.preflight.player import SINGLE, Player
 from framework.preflight.refused import Refused, blamed
 from framework.preflight.sketches import Sketch, other_sketch, sketch
@@ -57,14 +57,14 @@ class Continued(NamedTuple):
     """What a trainer computes after a checkpoint: a step, more steps by the same gradients, and an evaluation; each by name."""
 
     path: str  # of the checkpoint
-    before: dict[tuple[str, str], str]  # the numbers in plain attributes, by key and path
+    before: dict[Place, str]  # the numbers in plain attributes, by key and path
     step: dict[str, Sketch]  # its sums, its gradients and, after it, the buffers
     row: Row
     num_more: int
     weights: dict[str, Sketch]
     evaluation: Row
     weights_after: dict[str, Sketch]  # a part may have changed them
-    numbers: dict[tuple[str, str], str]
+    numbers: dict[Place, str]
 
     @classmethod
     def of(cls, player: Player, path: str, step: Step, *, num_more: int, within_s: float) -> "Continued":
@@ -113,9 +113,7 @@ class Continuation:
     def _new_player(self) -> Player:
         return Player(self._build, sources={"train": self._samples.source})
 
-    def _go_on(
-        self, outcome: Continued, player: Player, *, late: Mapping[tuple[str, str], int] = MappingProxyType({})
-    ) -> Continued:
+    def _go_on(self, outcome: Continued, player: Player, *, late: Mapping[Place, int] = MappingProxyType({})) -> Continued:
         """Let a player do from the checkpoint what has led to this outcome, but with these numbers in plain attributes."""
         player.restore(Path(outcome.path))
         for place, number in late.items():
@@ -147,15 +145,15 @@ class Continuation:
         lost = [place for place in self._changed() if ours.numbers[place] != theirs.numbers.get(place)]
         again = self._go_on(ours, self._new_player()) if lost else theirs
         lost = [place for place in lost if theirs.numbers.get(place) == again.numbers.get(place)]  # a time differs again
-        alone = [place for place in lost if "[" not in place[1]]
+        alone = [place for place in lost if not place.is_deep]
         if alone and self._decide(alone, again):
-            key, name = next((place for place in alone if self._decide([place], again)), alone[0])
+            key, name, _ = next((place for place in alone if self._decide([place], again)), alone[0])
             raise Refused(key, _LOST.format(name), _BUFFER[key.partition(".")[0]])
         then = "if a step reads it, a continued run computes other results"
         return [Problem(key, f"{_LOST.format(name)}: {then}", _BUFFER[key.partition(".")[0]], is_warning=True)
-                for key, name in lost[:1]]  # fmt: skip
+                for key, name, _ in lost[:1]]  # fmt: skip
 
-    def _decide(self, places: Sequence[tuple[str, str]], again: Continued) -> bool:
+    def _decide(self, places: Sequence[Place], again: Continued) -> bool:
         """Return whether anything is computed otherwise with the numbers of late steps at these places; of a tensor: yes.
 
         An average, in a tensor, is kept to be read.
@@ -173,7 +171,7 @@ class Continuation:
                 return True
         return False
 
-    def _changed(self) -> list[tuple[str, str]]:
+    def _changed(self) -> list[Place]:
         return [place for place, value in self._ours.numbers.items() if self._ours.before.get(place) != value]
 
     def _compare_updates(self, ours: Continued, theirs: Continued) -> None:
@@ -199,7 +197,9 @@ class Continuation:
         """Refuse an object of one of these kinds, if possible with an attribute that has changed, and was not restored."""
         before, restored = self._ours.before, self._theirs.before
         lost = [place for place in self._changed() if before.get(place) != restored.get(place)]
-        key, name = next((place for kind in keys for place in lost if place[0].partition(".")[0] == kind), (keys[0], ""))
+        key, name, _ = next(
+            (place for kind in keys for place in lost if place.key.partition(".")[0] == kind), Place(keys[0], "")
+        )
         kind = key.partition(".")[0]
         if key == "part":
             key = ", ".join(f"part.{part}" for part in self._player.parts.by_name)

@@ -1,9 +1,11 @@
 """The differences that a forward makes: to a model, and to the generators."""
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from framework.engine.forward import Forward
 from framework.randomness import generator_states
 from framework.runs.metrics_file import Row
+from framework.runtime.exits import is_own_code
 from framework.runtime.torch_internals import TorchDispatchMode
 
 
@@ -70,19 +73,27 @@ def other_column(ours: Row, theirs: Row, *, but_not: Row | None = None, toleranc
     return ""
 
 
-def plain_numbers(holders: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the numbers, tensors and arrays in plain attributes of objects, and of a module's modules, by key and path.
+class Place(NamedTuple):
+    """Where a number is: in the run's object with this key, at a path of attributes."""
 
-    Those in a list or a dictionary have a path such as `history[3]`.
+    key: str
+    path: str
+    is_deep: bool = False  # in a list, a dictionary or an object that an attribute holds
+
+
+def plain_numbers(holders: Mapping[str, Any]) -> dict[Place, str]:
+    """Return the numbers, tensors and arrays in plain attributes of objects, and of a module's modules, by their places.
+
+    Those in a list or a dictionary have a path such as `history[3]`, those in an object of the user such as `sampler.seen`.
     """
-    found: dict[tuple[str, str], str] = {}
+    found: dict[Place, str] = {}
     for key, holder in holders.items():
         modules = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
         for prefix, module in modules.items():
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 path = f"{prefix}.{name}" if prefix else name
-                is_hidden = name.startswith("_") or name in _HELD
-                found |= {(key, place): repr(number) for place, number in _numbers_in(value, path, depth=0 if is_hidden else 2)}
+                numbers = _numbers_in(value, path, depth=0 if name.startswith("_") or name in _HELD else 2)
+                found |= {Place(key, place, is_deep=place != path): repr(number) for place, number in numbers}
     return found
 
 
@@ -91,28 +102,47 @@ _MOST = 1000  # items of a list
 
 
 def _numbers_in(value: Any, path: str, *, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and tensors that a value is or has, each with its path; of lists and dictionaries down to a depth."""
+    """Yield the numbers and tensors that a value is or has, each with its path: of containers and objects, down to a depth."""
     if isinstance(value, (int, float, Tensor, np.ndarray, np.number)):
         yield path, value
     elif depth and isinstance(value, (list, tuple, deque, dict)) and len(value) <= _MOST:
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _numbers_in(item, f"{path}[{name!r}]", depth=depth - 1)
+    elif depth and not isinstance(value, (nn.Module, type, FunctionType)) and is_own_code(_file_of(type(value))):
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            yield from _numbers_in(item, f"{path}.{name}", depth=depth - 1)
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 class Writes(TorchDispatchMode):
-    """A mode that records into which of a module's parameters operations write, also through `.data` and views."""
+    """A mode that records into which of a module's parameters operations write, also through `.data` and views.
+
+    A parameter whose `.data` is another tensor at the end has been written into, too.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.numel()}
-        self.names: dict[str, None] = {}
+        self._module, self.names = module, dict[str, None]()
+
+    def __enter__(self) -> "Writes":
+        held = ((name, parameter.untyped_storage()) for name, parameter in self._module.named_parameters() if parameter.numel())
+        self._held = {storage.data_ptr(): (name, storage) for name, storage in held}  # so that no other storage gets its place
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        now = {name: p.untyped_storage().data_ptr() for name, p in self._module.named_parameters() if p.numel()}
+        self.names |= {name: None for name, storage in now.items() if storage not in self._held}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(zip((argument.name for argument in function._schema.arguments), args)) | (kwargs or {})
         written = [given.get(a.name) for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         for tensor in (item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:  # another has no storage
-                name = self._names.get(tensor.untyped_storage().data_ptr())
+                name, _ = self._held.get(tensor.untyped_storage().data_ptr(), (None, None))
                 self.names |= {name: None} if name is not None else {}
         return function(*args, **(kwargs or {}))
 

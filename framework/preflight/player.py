@@ -29,7 +29,7 @@ from framework.engine.seam import Step
 from framework.engine.sums import Sums
 from framework.modules.tensors import local
 from framework.optim.update import Update
-from framework.preflight.differences import plain_numbers
+from framework.preflight.differences import Place, plain_numbers
 from framework.preflight.refused import Refused, blamed
 from framework.runs.metrics_file import MACHINE, Row
 from framework.runtime.exits import Diverged, Unfit
@@ -237,14 +237,14 @@ class Player:
         holders |= {f"metric.{name}": metric for name, metric in self.trainer.tracker.metrics.by_name.items()}
         return holders | {f"part.{name}": part for name, part in self.parts.by_name.items()}
 
-    def numbers(self) -> dict[tuple[str, str], str]:
+    def numbers(self) -> dict[Place, str]:
         """Return the numbers in plain attributes of the run's objects, by key and path: they may explain a fault."""
-        return plain_numbers(self._holders) | {("part", "loop.lr_share"): repr(self.update.lr_share)}
+        return plain_numbers(self._holders) | {Place("part", "loop.lr_share"): repr(self.update.lr_share)}
 
-    def replace_number(self, place: tuple[str, str], number: int) -> None:
+    def replace_number(self, place: Place, number: int) -> None:
         """Put a number, as one of the same type, in a plain attribute; a flag becomes the other. TypeError for a tensor."""
-        key, (*above, name) = place[0], place[1].split(".")
-        holder = functools.reduce(getattr, above, self._holders[key])
+        *above, name = place.path.split(".")
+        holder = functools.reduce(getattr, above, self._holders[place.key])
         before = getattr(holder, name)
         if not isinstance(before, (bool, int, float)):
             raise TypeError(f"{name} is a {type(before).__name__}")
