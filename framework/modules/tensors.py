@@ -80,8 +80,8 @@ def order_of(tensor: Tensor) -> list[int]:
 
 
 def in_order(tensor: Tensor, order: list[int]) -> Tensor:
-    """Return a copy of a plain tensor with this order of its dims in memory; the tensor itself, if there is none such."""
-    if hasattr(tensor, "device_mesh") or sorted(order) != [*range(tensor.ndim)]:
+    """Return a copy of a plain tensor with this order of its dims in memory; the tensor itself if it has it, or cannot."""
+    if hasattr(tensor, "device_mesh") or sorted(order) != [*range(tensor.ndim)] or order == order_of(tensor):
         return tensor
     return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute([*map(order.index, range(len(order)))])
 
