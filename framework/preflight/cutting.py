@@ -20,6 +20,7 @@ from framework.preflight.sketches import Sketch, far, other_sketch, sketch
 from framework.preflight.training_samples import TrainingSamples
 from framework.runtime.exits import is_own_code
 from framework.runtime.problem import Problem
+from framework.runtime.torch_internals import UNREAD_STATISTICS
 
 _MORE_S = 0.5  # seconds for the losses of more samples
 
@@ -43,6 +44,11 @@ class Cutting:
         depends = self._of_run.micro_batch_size == "auto" or self._of_run.launch.most_processes > 1
         self._rounds = PRECISIONS[self._of_run.precision.name].autocast is not None
         self._is_open = self._of_run.known_micro_batch_size is None and depends
+
+    @property
+    def _has_several(self) -> bool:
+        """Whether a step of the run has several micro-batches, however many processes there are."""
+        return (self._of_run.known_micro_batch_size or math.inf) < self._of_run.global_batch_size
 
     def look_at_smallest(self) -> None:
         """Refuse a model or task that does not take the run's smallest micro-batch, if it is smaller than the rehearsal's."""
@@ -78,8 +84,7 @@ class Cutting:
 
     def writes(self, name: str) -> list[Problem]:
         """Return the warning that each micro-batch of a step changes a parameter, if the run's steps have several."""
-        size = self._of_run.known_micro_batch_size
-        if size is None or size >= self._of_run.global_batch_size:
+        if not self._has_several:
             return []
         what = f"its forward changes {name}, a parameter, in each micro-batch of a step anew"
         cure = "micro_batch_size=null, or register_buffer(): micro-batch 0 of a step then changes it"
@@ -140,12 +145,30 @@ class Cutting:
             what = "the statistics are of one micro-batch of each process, so the results depend on the number of processes"
             return [Problem("trainer.sync_batchnorm", what, "micro_batch_size=null, or false", is_warning=True)]
         if not self._is_open:
-            return []
+            return self._look_at_other_micro_batches()
         for layer in synchronised:
             layer.eval()
         changing = [f"part.{name}" for name in self._player.parts.changing_batches]
         found = self._look_at_cuts("model", "its training forward", with_parts=False)
         return found or (self._look_at_cuts(", ".join(changing), "its batch()", with_parts=True) if changing else [])
+
+    def _look_at_other_micro_batches(self) -> list[Problem]:
+        """Warn of a buffer that follows only a step's micro-batch 0, if its samples matter and the run's steps have several.
+
+        Statistics that no forward reads in training are no such buffers.
+        """
+        if not self._has_several:
+            return []
+        of_each = [self._computed([one._replace(number=0)]).buffers for one in self._samples.cut(self._size)[:2]]
+        holders = [self._player.module, *modules_of(self._player.task).values()]
+        parts = {prefix: part for holder in holders for prefix, part in holder.named_modules()}
+        unread = [f"{prefix}." for prefix, part in parts.items() if type(part).forward in UNREAD_STATISTICS]
+        first, *others = ({name: one for name, one in found.items() if not name.startswith((*unread,))} for found in of_each)
+        if name := next(filter(None, (other_sketch(first, other) for other in others)), ""):
+            owner = "model" if name in dict(self._player.module.named_buffers()) else "task"
+            what = f"in training, samples change its buffer {name}, but of a step's samples only those of micro-batch 0"
+            return [Problem(owner, what, "micro_batch_size=null lets all samples of one process change it", is_warning=True)]
+        return []
 
     def _look_at_cuts(self, key: str, what: str, *, with_parts: bool) -> list[Problem]:
         """Compare some samples at once with the same samples again, and with their parts."""
