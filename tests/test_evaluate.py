@@ -224,7 +224,7 @@ def test_a_best_checkpoint_that_is_not_kept_is_said_to_be_gone(copy: Path, tmp_p
     best = run().summary["metrics"]["val"]["best"]["step"]
     shutil.rmtree(copy / "checkpoints" / f"step_{best:08d}")
     ended = finished("mode=eval", f"run.dir={copy}", "run.checkpoint=best", root=tmp_path / "none")
-    assert f"the best val/loss was at step {best}, but its checkpoint was deleted" in ended.output
+    assert f"the best val/loss was at step {best}, of which this run has no checkpoint" in ended.output
 
 
 def test_without_a_run_and_in_a_sweep(tmp_path: Path) -> None:

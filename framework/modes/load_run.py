@@ -64,8 +64,8 @@ def _verified(path: Path | None, build: Builder) -> Path:
             raise NoValidCheckpoint(f"{store.directory} has no checkpoint of an evaluated step")
         _, step = best_of_monitor(build.directory.read_summary())
         if build.world.rank == 0 and step != step_of(path):
-            LOGGER.warning("the best %s was at step %s, but its checkpoint was deleted (checkpoint.keep_best keeps it): this "
-                           "is the best remaining checkpoint", monitor, step)  # fmt: skip
+            LOGGER.warning("the best %s was at step %s, of which this run has no checkpoint (checkpoint.keep_best keeps it, in "
+                           "the run that has taken the step): this is the best that is here", monitor, step)  # fmt: skip
     if path is not None:
         return store.named(path)[0]
     if (found := store.newest_valid()) is None:
