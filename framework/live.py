@@ -67,7 +67,9 @@ def _require_whole(optimizer: Any, model: Any) -> None:
     trained = {id(one) for one in parameters() if one.requires_grad} if parameters is not None else held
     every = {id(one) for one in parameters()} if parameters is not None else held
     if getattr(optimizer, "state", None):
-        LOGGER.warning("optimizer: it has taken steps, but a run begins with a new one of its class, groups and settings")
+        LOGGER.warning(
+            "optimizer: this optimizer has a state, but the run begins with a new optimizer of its class, groups and settings"
+        )
     if not trained <= held <= every:
         what = f"holds {len(held)} parameters, and the model trains {len(trained)}"
         what += f" others: {len(trained - held)} are not held" if len(held) == len(trained) else ""

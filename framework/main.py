@@ -112,7 +112,8 @@ def with_mode(words: list[str]) -> tuple[list[str], list[Problem]]:
             found = find(place, Path(root) if root else None)
             if isinstance(found, str):
                 problems.append(Problem("run.dir", found, code=Exit.NO_VALID_CHECKPOINT))
-            place = place if isinstance(found, str) else str(found)
+            else:
+                place = str(found)
         key = "run.dir" if is_of_run else "run.root"
         overrides.insert(0, shlex.split(typed_override(key, place))[0])  # quoted for Hydra alone
     return [f"mode={mode.name}", *overrides], problems

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from framework import ConfigurationError, RunFailed, compose, load, run
 from framework.config.folders import ROOT
-from tests.harness import typed
+from framework.live import words_of
+from framework.runtime.log import LOGGER
+from tests.harness import Says, typed
 
 KEYS: dict[str, Any] = {"precision": "fp64", "scheduler": "constant", "global_batch_size": 40, "trainer": {"max_steps": 12, "max_epochs": None, "log_every": 1}}  # fmt: skip
 
@@ -226,7 +228,10 @@ def test_what_cannot_be_an_object_is_named_and_an_object_is_not_there_later(tmp_
     with pytest.raises(ConfigurationError, match=r"scheduler: a StepLR has its optimizer already .* partial\(StepLR"):
         compose(model=net, scheduler=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters()), 3))
     net[0].requires_grad_(False)  # the optimizer holds more parameters than are trained
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), **KEYS)
+    changed = {name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"2.weight", "2.bias"}
     net[0].requires_grad_(True)
     with pytest.raises(ConfigurationError, match="optimizer: holds 2 parameters, and the model trains 4"):
         run(model=net, dataset=SAMPLES, task=nn.MSELoss(), optimizer=torch.optim.SGD(net[2].parameters(), lr=0.1), **KEYS)
@@ -274,3 +279,20 @@ def test_an_object_of_a_module_that_was_edited_is_refused_until_it_is_reloaded(t
         run(model=edited_net.Net(6, 1).double(), **given, **KEYS)
     importlib.reload(edited_net)
     run(model=edited_net.Net(6, 1).double(), **given, **KEYS)
+
+
+def test_an_optimizer_that_has_taken_steps_begins_anew_and_this_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters())
+    said = list[list[str]]()
+    for _ in range(2):
+        caplog.clear()
+        _, problems = words_of({"model": net, "optimizer": optimizer})
+        said.append(caplog.messages)
+        net(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        assert problems == []
+    assert said[0] == [] and said[1] == [Says("optimizer: ... has a state ... a new optimizer ...")]

@@ -62,7 +62,7 @@ def _inventory(path: Path) -> Inventory:
 def restore(path: Path, kept: PlainState, held: TrainingState, *, world: World) -> None:
     """Load a verified checkpoint, and the plain values in `kept`, into the run's objects. Reshard if necessary. Collective.
 
-    Raise ValueError, on every rank and before any change, if the names, shapes or dtypes do not match the model's.
+    Raise ValueError, on every rank and before a number changes, if the names, shapes or dtypes do not match the model's.
     """
     for name, tensor in reordered(held).items() if kept.orders else ():
         tensor.data = in_order(tensor.detach(), kept.orders.get(name, []))
@@ -145,7 +145,7 @@ def _fresh_parts(inventory: Inventory, targets: dict[str, Tensor], module: nn.Mo
 def load_evaluated(path: Path, *, module: nn.Module) -> None:
     """Load the weights that training evaluates: a verified checkpoint's average, if it has an average. Not collective.
 
-    `module` must be whole. Loading casts to its floating-point type. Raise ValueError, before any change, if the names or
+    `module` must be whole. Loading casts to its floating-point type. Raise ValueError, before a number changes, if the names or
     shapes do not match the model's.
     """
     inventory = _inventory(path)

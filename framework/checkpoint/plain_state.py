@@ -21,6 +21,7 @@ from framework.runtime.exits import Unfit
 from framework.runtime.problem import shown
 
 _LARGEST = 4096  # the most elements of a tensor that is written as numbers
+_CHANNELS_LAST = [0, 2, 3, 1]  # the order in memory of (B, C, H, W)
 _EXTRA = "_extra_state"  # torch's name for the result of a module's get_extra_state()
 
 
@@ -89,10 +90,9 @@ def decoded(data: Any, *, like: Any = None) -> Any:
         ):
             device = like.device if isinstance(like, Tensor) else None
             found = torch.tensor([decoded(number) for number in numbers], dtype=dtype, device=device).reshape(shape)
-            match data:
-                case {"order": list(order)} if all(isinstance(dim, int) for dim in order):
-                    return in_order(found, order)
-            return found
+            order: Any = data.get("order")
+            is_order = isinstance(order, list) and all(isinstance(dim, int) for dim in order)
+            return in_order(found, order) if is_order else found
     raise ValueError(f"{str(data)[:60]} is not a value that a run writes")
 
 
@@ -133,7 +133,7 @@ def plain_state_of(held: TrainingState, *, initial: Sequence[Mapping[str, Any]])
     kept.extra = extra_state(module)
     kept.parts = held.parts.plain() if held.parts is not None else {}
     orders = {name: order_of(tensor) for name, tensor in reordered(held).items()}
-    kept.orders |= {name: order for name, order in orders.items() if order not in (sorted(order), [0, 2, 3, 1])}
+    kept.orders |= {name: order for name, order in orders.items() if order not in (sorted(order), _CHANNELS_LAST)}
     return kept
 
 

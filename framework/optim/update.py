@@ -148,16 +148,16 @@ class Update:
         places = {id(group): (self.schedules.get(name, self.schedule), number)
                   for name, groups in of_schedules.items() for number, group in enumerate(groups)}  # fmt: skip
         self._places = [(group["lr"], *places[id(group)]) for group in self.optimizer.param_groups]
-        self._named = self._places[0] if self.turns else (self.peak_lr, self.schedule)  # of turns: the first
+        self._reported = self._places[0][:2] if self.turns else (self.peak_lr, self.schedule)
         self._devices = {parameter.device for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of a step; with turns, of the first one."""
-        return self._named[0] * self._named[1](step) * self.lr_share
+        """Return the learning rate of a step; with turns, of the first turn."""
+        return self._reported[0] * self._reported[1](step) * self.lr_share
 
     def lr_span(self, total_steps: int) -> list[float]:
         """Return the lowest, the highest and the last learning rate of so many steps."""
-        return [self._named[0] * share for share in self._named[1].span(total_steps)]
+        return [self._reported[0] * share for share in self._reported[1].span(total_steps)]
 
     def _options(self, step: int) -> list[dict[str, Any]]:
         """Return what the schedules set in each of the optimizer's parameter groups."""

@@ -161,8 +161,8 @@ class Cutting:
             return []
         of_each = [self._computed([one._replace(number=0)]).buffers for one in self._samples.cut(self._size)[:2]]
         holders = [self._player.module, *modules_of(self._player.task).values()]
-        parts = {prefix: part for holder in holders for prefix, part in holder.named_modules()}
-        unread = [f"{prefix}." for prefix, part in parts.items() if type(part).forward in UNREAD_STATISTICS]
+        parts = [named for holder in holders for named in holder.named_modules()]
+        unread = [f"{prefix}." for prefix, part in parts if type(part).forward in UNREAD_STATISTICS]
         first, *others = ({name: one for name, one in found.items() if not name.startswith((*unread,))} for found in of_each)
         if name := next(filter(None, (other_sketch(first, other) for other in others)), ""):
             owner = "model" if name in dict(self._player.module.named_buffers()) else "task"
