@@ -169,10 +169,10 @@ def test_every_option_fits_the_schema(are_alone: bool) -> None:
     alone = [[("task", "lightning")], *([("experiment", option)] for option in chosen.pop("experiment"))]
     together = [[(name, one[n % len(one)]) for name, one in chosen.items()] for n in range(max(map(len, chosen.values())))]
     for line in alone if are_alone else together:
-        config, found, known, given = compose_line([f"{group}={option}" for group, option in line])
-        problems = validate(Composed(config, found, known, given)).problems
+        found = compose_line([f"{group}={option}" for group, option in line])
+        config, problems = found.config, validate(found).problems
         for name in COMPONENTS:
-            problems += component_problems(name, config[name], known=known, own=OWN.get(name, ())) if config[name] else []
+            problems += component_problems(name, config[name], known=found.known, own=OWN.get(name, ())) if config[name] else []
         asked = [problem.key for problem in problems if problem.what == "??? is not valid"]  # which the user must give
         assert sorted(asked) == sorted(f"{group}.{key}" for group, option in line for key, value in flat(option_node(group, option)).items()
                                        if value == "???"), line  # fmt: skip

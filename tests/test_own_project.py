@@ -304,6 +304,19 @@ def test_a_faulty_option_is_refused_where_it_is_chosen_and_nowhere_else(folder: 
     assert typed("--help", directory=folder).code == typed("model=broken", "--help", directory=folder).code == 0
 
 
+def test_a_problem_names_the_file_that_sets_its_key_unless_the_command_line_sets_it(folder: Path) -> None:
+    write(folder, conf__model__odd="_target_: mynet.Net\nin_channels: null\nnum_classes: null\nwidht: 1\n",
+          conf__experiment__e="# @package _global_\ntrainer: {max_step: 4, log_every: -1}\noptimizer: {lrr: 1, lr: big}\n",
+          conf__experiment__other="# @package _global_\ntrainer: {max_step: 5}\n")  # fmt: skip
+    assert sorted(refused("experiment=e", "model=odd", "trainer.log_every=0", folder=folder).splitlines()) == [
+        "model.widht: unknown key, in conf/model/odd.yaml (did you mean model.width?)",
+        "optimizer.lr: 'big' is not valid, in conf/experiment/e.yaml (a number)",
+        "optimizer.lrr: unknown key, in conf/experiment/e.yaml (did you mean optimizer.lr?)",
+        "trainer.log_every: 0 is out of range (at least 1)",
+        "trainer.max_step: unknown key, in conf/experiment/e.yaml (did you mean trainer.max_steps?)",
+    ]
+
+
 def test_a_finished_run_has_its_loggers_checked(folder: Path) -> None:
     trains("model=mynet", folder=folder)
     ended = typed("model=mynet", "logger=tensorboard", "logger.tensorboard.foo=3", *QUICK, directory=folder)

@@ -4,6 +4,7 @@ import os
 import re
 from contextlib import suppress
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
@@ -14,7 +15,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.code import find_module
 from framework.config.folders import defaults_in, groups, named_keys, option_node, options, own_groups, subfolders, value_names
-from framework.config.hydra_compose import compose_files, composed_files, composes, own_keys, prepare_hydra, without_own_groups
+from framework.config.hydra_compose import (
+    compose_files,
+    composed_files,
+    composes,
+    own_files,
+    own_keys,
+    prepare_hydra,
+    without_own_groups,
+)
 from framework.config.identity import execution_keys, flat, identity, is_below
 from framework.config.modes import MODES, Mode
 from framework.config.overrides import apply, chosen_by_default, empty_replaced, key_of, one_line, parse, sort_overrides
@@ -30,6 +39,7 @@ class Composed(NamedTuple):
     problems: list[Problem]
     known: list[str]  # the keys of the chosen files
     given: list[str]  # the keys and groups that the command line names
+    files: list[Path] = []  # of the user: the one whose values count comes first
 
     @property
     def mode(self) -> Mode | None:
@@ -70,7 +80,7 @@ def compose_line(overrides: list[str]) -> Composed:
     if plain.get("draft") is True and isinstance(plain.get("run"), dict):
         plain = _as_draft(plain)
     given = [override.key_or_group for override in map(parse, overrides) if override is not None]
-    return Composed(plain, problems, known, given)
+    return Composed(plain, problems, known, given, own_files() if config else [])
 
 
 def _as_draft(plain: dict[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,22 @@ def option_node(group: str, option: str) -> dict[str, Any]:
     return content[group] if of_all and isinstance(content[group], dict) else content
 
 
+def sets(path: Path, key: str) -> bool:
+    """Return whether a file in the user's folder contains this key: of its group, or of the whole configuration."""
+    content, names, folder = _content(path), key.partition("[")[0].split("."), own_folder()
+    group = path.parent.relative_to(folder).parts if folder is not None else ()
+    return _leads(content, names) or (tuple(names[: len(group)]) == group and _leads(content, names[len(group) :]))
+
+
+def _leads(content: Any, names: Sequence[str]) -> bool:
+    """Return whether these names, one in the other, lead to something."""
+    for name in names:
+        if not isinstance(content, dict) or name not in content:
+            return False
+        content = content[name]
+    return True
+
+
 def parse_yaml(text: str | bytes) -> Any:
     """Return the plain values in a YAML text. Raise yaml.YAMLError or ValueError if the text is not valid."""
     return _LOADER(text).get_single_data()

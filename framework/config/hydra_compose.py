@@ -91,6 +91,15 @@ def hydra_node(overrides: list[str]) -> DictConfig | None:
         return None
 
 
+def own_files() -> list[Path]:
+    """Return the files of the user's folder that the last composition has chosen, each before those that it overrides."""
+    settings: Any = HydraConfig.instance().cfg
+    folder, choices = own_folder(), settings.hydra.runtime.choices
+    names = [*(f"{str(group).partition('@')[0]}/{choice}" for group, choice in choices.items()), config_name()]
+    paths = [folder / f"{name}.yaml" for name in names] if folder is not None else []
+    return [path for path in paths if path.is_file()]
+
+
 # --- resolvers
 
 

@@ -15,6 +15,7 @@ from framework.build.user_code import seed_imports
 from framework.config.code import code_of, find_module
 from framework.config.compose import Composed
 from framework.config.draft import Draft
+from framework.config.folders import groups, sets
 from framework.config.identity import execution_keys, is_below
 from framework.config.model_keys import parts_problems
 from framework.config.modes import MODES
@@ -52,12 +53,13 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     """Complete a configuration from the data and the machine, and find every problem.
 
     `world_size` is the launcher's number of processes; None: this process chooses it. Our own sections are validated first.
-    Components, and torch with them, are imported only if those sections are valid or the command line sets a component's key:
-    a mistake in those sections is reported immediately.
+    Components, and torch with them, are imported only if those sections are valid, or if the command line sets a component's
+    key or chooses an experiment: a mistake in those sections is reported immediately.
     """
     draft = validate(composed)
     keys = [key.split(".") for key in composed.given]
-    imports = not draft.problems or any(len(parts) > 1 and parts[0] in (*COMPONENTS, *SEVERAL) for parts in keys)
+    sets_component = any(parts == ["experiment"] or len(parts) > 1 and parts[0] in (*COMPONENTS, *SEVERAL) for parts in keys)
+    imports = not draft.problems or sets_component
     outside = [key for key in execution_keys(composed.config) if key.partition(".")[0] in COMPONENTS]
     is_known = draft.call(_is_finished, otherwise=False) and not any(is_below(key, outside) for key in composed.given)
     imports &= not is_known
@@ -92,13 +94,20 @@ def check(composed: Composed, *, world_size: int | None) -> Draft:
     for problem in _with_secrets(composed.config, draft.problems):
         if not any(other.startswith(f"{problem.key}[") for other in first):  # an item's problem causes the list's
             first.setdefault(problem.key, problem)
-    draft.problems = list(first.values())
+    draft.problems = [_with_file(problem, composed) for problem in first.values()]
     if not draft.problems:
         draft.change("model", components.with_init_digest)
     if imports or is_known:
         # in a sweep or a notebook, the modules must not count as the modules of another run, and may be older than their files
         draft.add(edited_problems(targets_in(draft.fields)))
     return draft
+
+
+def _with_file(problem: Problem, composed: Composed) -> Problem:
+    """Let a problem name the user's file that sets its key, unless the command line sets it."""
+    given = [key for key in composed.given if key not in groups()]
+    paths = [] if is_below(problem.key, given) else [path for path in composed.files if sets(path, problem.key)]
+    return dataclasses.replace(problem, what=f"{problem.what}, in {os.path.relpath(paths[0])}") if paths else problem
 
 
 def _directed_checkpoint(

@@ -95,7 +95,9 @@ def program() -> str:
         return f"python {shlex.quote(sys.argv[0])}"
     if path.name == "__main__.py":
         return "python -m framework"
-    return "steadfast" if path.name == "steadfast" or shutil.which("steadfast") else "python train.py"
+    if path.name == "steadfast" or shutil.which("steadfast"):
+        return "steadfast"
+    return "python train.py" if Path("train.py").exists() else "python -m framework"
 
 
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)(?:[a-z_/]|\.\.?/)[\w./:+@%-]*", re.ASCII | re.IGNORECASE)
