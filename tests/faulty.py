@@ -490,13 +490,40 @@ class Spread(Classification):
 
 
 class Mixing:
-    """A part that mixes the samples of a micro-batch, or adds noise."""
+    """A part that mixes the samples of a micro-batch, or adds noise, from a step on, or in a share of them."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, start: int = 0, share: float = 1.0) -> None:
+        self.kind, self.start, self.share = kind, start, share
 
     def batch(self, loop: Any, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if loop.step < self.start or (self.share < 1.0 and random.random() > self.share):
+            return inputs, targets
         return inputs + (torch.randn_like(inputs) if self.kind == "noise" else inputs.roll(1, 0)), targets
+
+
+class MixingStep:
+    """A task whose own step mixes the samples, or draws from its context, from a step on."""
+
+    def __init__(self, kind: str, start: int) -> None:
+        self.kind, self.start = kind, start
+
+    def step(self, call: Any, batch: Any, context: Any) -> dict[str, Tensor]:
+        inputs = batch.inputs
+        if context.step >= self.start:
+            noise = torch.randn(inputs.shape, generator=context.generator, dtype=inputs.dtype)
+            inputs = inputs + (inputs.roll(1, 0) if self.kind == "roll" else 0.1 * noise)
+        return {"loss": F.cross_entropy(call(inputs), batch.targets, reduction="sum")}
+
+
+class MixesLater(Net):
+    """It mixes the samples after five forwards of training, which a buffer counts."""
+
+    def make(self) -> None:
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return x + 9 * x.roll(1, 0) if self.training and self.calls > 5 else x
 
 
 class FrozenNorm(Net):

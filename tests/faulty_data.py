@@ -29,6 +29,17 @@ class Points:
         return torch.randn(12, generator=torch.Generator().manual_seed(i)) + i % 4, i % 4
 
 
+class ByEpoch(Points):
+    """Its length depends on the epoch."""
+
+    def __init__(self, growth: int) -> None:
+        super().__init__()
+        self.growth = growth
+
+    def set_epoch(self, epoch: int) -> None:
+        self.n = 40 + self.growth * epoch
+
+
 class DrawnSplit(Points):
     """Its constructor draws which samples it has, as many datamodules do."""
 

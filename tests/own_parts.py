@@ -48,6 +48,37 @@ class Lookahead(Kept):
         self.num_back += 1
 
 
+class Copies:
+    """Its state_dict() returns other tensors at each call: copies, a generator's state, a number and one in another order."""
+
+    def __init__(self) -> None:
+        self.generator, self.mean, self.turned = torch.Generator().manual_seed(5), 0.0, torch.zeros(3, 2).t()
+
+    def begun(self, loop: Any) -> None:
+        self.averages = {name: torch.zeros_like(p) for name, p in loop.trained().items()}
+
+    @torch.no_grad()
+    def gradients_ready(self, loop: Any) -> None:
+        draw = torch.rand((), generator=self.generator).item()
+        self.mean, self.turned = 0.9 * self.mean + draw, self.turned + draw
+        for name, parameter in loop.trained().items():
+            if parameter.grad is not None:
+                self.averages[name].lerp_(parameter.grad, 0.1)
+                parameter.grad.mul_(1 + 0.1 * self.mean + self.turned[1, 2].item()).add_(self.averages[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        copies = {name: average.clone() for name, average in self.averages.items()}
+        mean, turned = torch.tensor(self.mean, dtype=torch.float64), self.turned.clone()
+        return {"generator": self.generator.get_state(), "averages": copies, "mean": mean, "turned": turned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.mean, self.turned = state["mean"].item(), state["turned"]
+        assert self.turned.stride() == (1, 2)
+        for name, average in state["averages"].items():
+            self.averages[name].copy_(average)
+
+
 class Prune(Kept):
     """From a step on small weights are zero: a mask that is not there before."""
 

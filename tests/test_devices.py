@@ -279,14 +279,18 @@ def test_who_was_killed_is_named_and_not_whom_nccl_has_aborted(is_on_cuda: bool,
     def ended(signum: int) -> Any:
         return SimpleNamespace(exitcode=-signum, pid=77, signal_name=lambda: signal.Signals(signum).name)
 
-    found = cause([], {0: ended(signal.SIGABRT), 2: ended(signal.SIGKILL)}, ranks=range(3))
+    found = cause([], {0: ended(signal.SIGABRT), 2: ended(signal.SIGKILL)}, pids={0: 77, 1: 78, 2: 79})
     assert found.rank == (2 if is_on_cuda else 0)
     found = cause(
-        [Failure(1, "lost", "x", lost_peer=True)], {0: ended(signal.SIGABRT), 2: ended(signal.SIGKILL)}, ranks=range(3)
+        [Failure(1, "lost", "x", lost_peer=True)],
+        {0: ended(signal.SIGABRT), 2: ended(signal.SIGKILL)},
+        pids={0: 77, 1: 78, 2: 79},
     )
     assert (found.rank, found.error) == ((2, "killed by SIGKILL") if is_on_cuda else (0, "killed by SIGABRT"))
     assert ("another size" in found.where) != is_on_cuda
-    alone = cause([], {0: ended(signal.SIGABRT)}, ranks=[0])
+    alone = cause([], {0: ended(signal.SIGABRT)}, pids={0: 1})
     assert ("process 77" in alone.where) == is_on_cuda  # an abort of NCCL's need not come again
     assert "another size" not in alone.where
     assert math.isfinite(found.time)
+    unseen = [cause([Failure(0, "lost", "x", lost_peer=True)], {}, pids={0: pid, 1: pid + 1}) for pid in (5, 8)]
+    assert [(found.rank, found.where) for found in unseen] == [(1, "process 6"), (1, "process 9")]  # two kills, not one fault

@@ -30,7 +30,7 @@ OURS = ["part=[swa,unfreeze,gradient_norms,activations,length_warmup,batch_warmu
         "part.unfreeze.groups=[[layers.1.*],[layers.0.*]]", "part.unfreeze.every=2", "part.activations.modules=[layers.*]",
         "part.gradient_norms.depth=2", "part.length_warmup.start=4", "part.length_warmup.steps=3",
         "part.length_warmup.multiple_of=2", "part.batch_warmup.start=5", "part.batch_warmup.samples=20"]  # fmt: skip
-OWN = own("Lookahead", "Loss", "Prune", "Grows")
+OWN = own("Lookahead", "Loss", "Prune", "Grows", "Copies")
 GPT = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1"]
 
 
@@ -41,6 +41,12 @@ GPT = [*RUN, *MODELS["gpt, tied"], "trainer.log_every=1"]
 def test_killed_it_ends_with_the_same_bits(strategy: str, parts: list[str], tmp_path: Path) -> None:
     line = [*GPT, *parts, f"parallel={strategy}", "launch.nproc_per_node=2", "checkpoint.every=2"]
     assert_survives_a_kill(*line, at=5, root=tmp_path)
+
+
+def test_a_state_that_is_copied_at_each_call_is_kept(tmp_path: Path) -> None:
+    line = [*RUN, *MODELS["mlp"], *own("Copies"), "checkpoint.every=2", "trainer.max_steps=8"]
+    assert_survives_a_kill(*line, at=5, root=tmp_path)
+    finished(*line, "rehearse=true", root=tmp_path / "rehearsed")
 
 
 @pytest.mark.slow

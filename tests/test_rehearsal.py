@@ -143,6 +143,8 @@ FOUND = {
     "rows left out": (users("Damaged", DROP, UNWEIGHTED), "dataset: a micro-batch of 10 samples has 7 rows, but its loss is divided by the number of samples ..."),
     "rows left out, on two": (users("Damaged", DROP, UNWEIGHTED, "parallel=ddp", TWO), "dataset: a micro-batch of 5 samples has ... rows, but its loss ..."),
     "rows twice": (users("Points", "+dataset.batch_transform={_target_: tests.faulty_data.Twice}", UNWEIGHTED), "dataset: a micro-batch of 10 samples has 20 rows ..."),
+    **{f"a dataset that {what} with its epoch": (users(f"ByEpoch growth: {growth}"), f"dataset: its set_epoch(1) changes its length from 40 to {40 + growth}: ...")
+       for what, growth in (("grows", 10), ("shrinks", -10))},
     "epochs of another length": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=shorter"), "sampler: epoch 3 has 20 samples, and epoch 0 has 40 (all epochs ..."),
     "epochs that are drawn": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=drawn"), "sampler: its epoch 0 has other samples each time ... seeded by the seed and the epoch)"),
     "numbers of no sample": (users("Points", "sampler._target_=tests.faulty_data.Epochs", "+sampler.kind=beyond"), "sampler: epoch 0 has the sample 4 ... 0 to 39 ..."),
@@ -303,13 +305,34 @@ def test_what_keeps_it_is_left_alone(what: str) -> None:
     assert found(RIGHT[what]) == []
 
 
+LATE_FORWARD = "in a later step, its training forward"
 WARNED = {
     "a loss over pairs": (task("Coupled"), "task: ... neither the sum nor the mean ..."),
     "functional dropout": (model("Dropping"), "model: ... draws random numbers ..."),
     "draws in some steps": (
         model("Redraws"),
-        "model: its training forward draws random numbers in a later step, so the results ...",
+        "model: in a later step, its training forward draws random numbers, so the results ...",
     ),
+    "a model that mixes in later steps": (model("MixesLater"), f"model: {LATE_FORWARD} couples the samples ..."),
+    "a part that mixes in later steps": (
+        [*model("Net"), "+part.mixing={_target_: tests.faulty.Mixing, kind: roll, start: 4000}", "trainer.max_steps=9000"],
+        "model, part.mixing: in a later step, its training forward or batch() couples the samples ...",
+    ),
+    "a part that draws in some steps": (
+        [*model("Net"), "+part.mixing={_target_: tests.faulty.Mixing, kind: noise, share: 0.02}"],
+        "model, part.mixing: in a later step, its training forward or batch() draws random numbers ...",
+    ),
+    **{
+        f"a step that {what} later": (
+            [
+                *model("Net"),
+                f"task={{_target_: tests.faulty.MixingStep, kind: {kind}, start: {start}}}",
+                "trainer.max_steps=9000",
+            ],
+            f"model, task: {LATE_FORWARD} {what} ...",
+        )
+        for kind, start, what in (("noise", 5, "draws random numbers"), ("roll", 5, "couples"), ("roll", 4000, "couples"))
+    },
     "an own normalisation": (model("Coupling"), "model: ... couples the samples ..."),
     "own statistics": (model("Statistics"), "model: ... change its buffer mean ..."),
     "a part that draws": (

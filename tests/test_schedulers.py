@@ -231,6 +231,14 @@ class OfMatrices(torch.optim.SGD):
         return super().step(closure)
 
 
+class OwnRate(torch.optim.SGD):
+    """Chooses its rate itself, as an Adafactor does by default."""
+
+    def __init__(self, params: Any, lr: float | None = None) -> None:
+        super().__init__(params, lr=1.0)
+        self.param_groups[0]["lr"] = lr
+
+
 def problems(model: nn.Module, **node: Any) -> list[str]:
     schedule = {"_target_": "framework.optim.schedules.constant", "warmup_steps": 0}
     try:
@@ -251,5 +259,8 @@ def test_an_optimizer_is_built_with_its_groups_and_tried_on_parameters_of_the_mo
     for layer in model:
         layer.bias.requires_grad_(False)
     assert problems(model, _target_="tests.test_schedulers.OfMatrices") == []
+    (problem,) = problems(model, _target_="tests.test_schedulers.OwnRate")
+    assert problem == Says("optimizer.lr: null, but the run's schedule sets the rate ... OwnRate chooses its own ...")
+    assert problems(model, _target_="tests.test_schedulers.OwnRate", lr=0.1) == []
     (problem,) = problems(model, _target_="torch.optim.SGD", groups=[{"match": "*", "momentun": 0.5}])
     assert problem == Says("optimizer.groups: momentun: unknown option (did you mean momentum?)")

@@ -66,7 +66,10 @@ def restore(path: Path, kept: PlainState, held: TrainingState, *, world: World) 
     """
     for name, tensor in reordered(held).items() if kept.orders else ():
         tensor.data = in_order(tensor.detach(), kept.orders.get(name, []))
-    inventory, targets, fresh = _matched(path, held, world=world)
+    inventory, targets = _matched(path, held, world=world)
+    parts = {name: tensor for name, tensor in targets.items() if name.startswith("part/")}
+    for name, tensor in parts.items() if kept.orders else ():  # state_dict() may return other tensors each time
+        tensor.data = in_order(tensor.detach(), kept.orders.get(name, []))
     module, optimizer = held.module, held.optimizer
     states = _optimizer_targets(inventory, module, optimizer)
     for name, own in states.items():
@@ -77,7 +80,7 @@ def restore(path: Path, kept: PlainState, held: TrainingState, *, world: World) 
     # a parameter of a rank that updates nothing (optim.stand_in) has no name
     state = {i: states[names[id(p)]] for i, p in enumerate(_optimized(optimizer)) if names.get(id(p)) in states}
     load_states(optimizer, state)
-    restore_plain(kept, held, late={name.removeprefix("part/"): tensor for name, tensor in fresh.items()})
+    restore_plain(kept, held, loaded={name.removeprefix("part/"): tensor for name, tensor in parts.items()})
 
 
 def misfit(path: Path, held: TrainingState, *, world: World) -> str | None:
@@ -89,8 +92,8 @@ def misfit(path: Path, held: TrainingState, *, world: World) -> str | None:
     return None
 
 
-def _matched(path: Path, held: TrainingState, *, world: World) -> tuple[Inventory, dict[str, Tensor], dict[str, Tensor]]:
-    """Return a checkpoint's inventory, its target tensors (without the optimizer's), and the new tensors among them.
+def _matched(path: Path, held: TrainingState, *, world: World) -> tuple[Inventory, dict[str, Tensor]]:
+    """Return a checkpoint's inventory, and its target tensors (without the optimizer's).
 
     Collective. Raise ValueError, on every rank, if checkpoint and targets do not match.
     """
@@ -105,7 +108,7 @@ def _matched(path: Path, held: TrainingState, *, world: World) -> tuple[Inventor
     faults = agreement.distinct(_fault(inventory, targets, everywhere=everywhere, is_fit=operator.eq))
     if fault := next(filter(None, faults.values()), ""):
         raise ValueError(fault)
-    return inventory, targets, fresh
+    return inventory, targets
 
 
 def load_states(optimizer: Optimizer, states: dict[int, dict[str, Tensor]]) -> None:

@@ -28,14 +28,14 @@ _EXTRA = "_extra_state"  # torch's name for the result of a module's get_extra_s
 class PartsState(Protocol):
     """The state of a run's parts, by paths: tensors, and other values in encoded form.
 
-    Tensors are loaded in place. `late` contains the tensors that a new part does not have yet, or has with another shape.
+    Tensors are loaded in place. `loaded` contains them, and those that a new part does not have yet or with another shape.
     """
 
     def tensors(self) -> dict[str, Tensor]: ...
 
     def plain(self) -> dict[str, Any]: ...
 
-    def give_back(self, plain: Mapping[str, Any], late: Mapping[str, Tensor]) -> None: ...
+    def give_back(self, plain: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> None: ...
 
 
 class TrainingState(NamedTuple):
@@ -189,8 +189,8 @@ def merged(parts: Sequence[PlainState]) -> PlainState:
     return whole
 
 
-def restore_plain(kept: PlainState, held: TrainingState, *, late: Mapping[str, Tensor]) -> None:
-    """Restore this rank's plain state, and the tensors of parts that are not loaded in place.
+def restore_plain(kept: PlainState, held: TrainingState, *, loaded: Mapping[str, Tensor]) -> None:
+    """Restore this rank's plain state, and give the parts their `loaded` tensors.
 
     Raise ValueError if parameters that share a group had different values.
     """
@@ -209,7 +209,7 @@ def restore_plain(kept: PlainState, held: TrainingState, *, late: Mapping[str, T
                 optimizer.state[parameter][key] = decoded(value)
     set_extra_state(module, kept.extra)
     if held.parts is not None:
-        held.parts.give_back(kept.parts, late)
+        held.parts.give_back(kept.parts, loaded)
 
 
 def set_extra_state(module: nn.Module, extra: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ import json
 import signal
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,15 +64,15 @@ def recorded_failures(scratch: Path, *, attempt: int) -> list[Failure]:
     return sorted(found, key=lambda failure: (failure.lost_peer, failure.time))
 
 
-def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: Iterable[int]) -> Failure:
+def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, pids: Mapping[int, int]) -> Failure:
     """Return the failure that caused the others. (If a worker is killed, its peers only lose their connection to it.)
 
-    `recorded` are the failures that the workers have written. `ended` are the processes that the agent has seen end. The
-    result is a lost peer only if all of these `ranks` have lost a peer.
+    `recorded` are the failures that the workers have written. `ended` are the processes that the agent has seen end, by rank.
+    The result is a lost peer only if all ranks of `pids` have lost a peer.
     """
     if recorded and not recorded[0].lost_peer:
         return recorded[0]
-    quiet = set(ranks) - {failure.rank for failure in recorded}
+    quiet = set(pids) - {failure.rank for failure in recorded}
     aborted = {rank for rank in quiet if rank in ended and ended[rank].exitcode == -signal.SIGABRT}
     # NCCL aborts a process if its peer has ended
     silent = sorted(quiet, key=lambda rank: (rank in aborted and torch.cuda.is_available(), rank))
@@ -88,7 +88,7 @@ def cause(recorded: list[Failure], ended: dict[int, ProcessFailure], *, ranks: I
                 where += f" ({size}: do all processes run the same blocks of the model?)"
             return Failure(rank, f"killed by {name}", where)
     if silent:  # the agent has seen the end of one process only, and this process had lost a peer
-        return Failure(silent[0], "killed, without a message", "an unknown place")
+        return Failure(silent[0], "killed, without a message", f"process {pids[silent[0]]}")  # it may not repeat
     return recorded[0]
 
 

@@ -216,7 +216,8 @@ class WorkerGroup:
     def cause(self, ended: RunProcsResult) -> Failure:
         """Return why the workers have failed."""
         failed = {self._ranks[number]: failure for number, failure in ended.failures.items()}
-        return cause(recorded_failures(self._scratch, attempt=self._attempt), failed, ranks=self._ranks)
+        pids = dict(zip(self._ranks, self._running.pids().values())) if self._running is not None else {}
+        return cause(recorded_failures(self._scratch, attempt=self._attempt), failed, pids=pids)
 
     @property
     def slept_s(self) -> float:

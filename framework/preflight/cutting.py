@@ -3,9 +3,11 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from framework.build.training import Builder
 from framework.engine.forward import modules_of
@@ -22,7 +24,7 @@ from framework.runtime.exits import is_own_code
 from framework.runtime.problem import Problem
 from framework.runtime.torch_internals import UNREAD_STATISTICS
 
-_MORE_S = 0.5  # seconds for the losses of more samples
+_MORE_S = 0.5  # seconds for the losses of more samples, and for later steps
 
 
 class _Computed(NamedTuple):
@@ -44,6 +46,12 @@ class Cutting:
         depends = self._of_run.micro_batch_size == "auto" or self._of_run.launch.most_processes > 1
         self._rounds = PRECISIONS[self._of_run.precision.name].autocast is not None
         self._is_open = self._of_run.known_micro_batch_size is None and depends
+        self._index = 0  # of the step
+
+    @property
+    def _synchronised(self) -> list[nn.Module]:
+        """The layers whose statistics are of all processes in the run."""
+        return batch_norms(self._player.module) if self._of_run.trainer.sync_batchnorm else []
 
     @property
     def _has_several(self) -> bool:
@@ -79,8 +87,39 @@ class Cutting:
         return found
 
     def draws_later(self) -> list[Problem]:
-        """Return the warning that a forward draws only in some of the steps."""
-        return self._depends_on_cut("model", "its training forward draws random numbers in a later step")
+        """Return the warning that something draws only in some of the steps."""
+        who, what = self._of_later_steps
+        return self._depends_on_cut(who, f"{what} draws random numbers")
+
+    @property
+    def _of_later_steps(self) -> tuple[str, str]:
+        """The keys of what decides a training step, and its name for a message."""
+        parts = self._player.parts
+        who = ["model", *(["task"] if hasattr(self._player.task, "step") else [])]
+        who += [f"part.{name}" for name in parts.by_name if ":" not in name]
+        return ", ".join(who), f"in a later step, its training forward{' or batch()' * bool(parts.changing_batches)}"
+
+    def look_later(self, player: Player) -> list[Problem]:
+        """Return the warnings that begin in a later step of the run: after the steps of this player, or at the step's number.
+
+        Nothing else can be done with the player after this.
+        """
+        if not self._is_open:
+            return []
+        with torch.no_grad():  # as rounding decides nothing: those of the first step
+            for parameter, first in zip(player.module.parameters(), self._player.module.parameters()):
+                parameter.copy_(first)
+                parameter.grad = None
+        self._player, until, progress = player, time.monotonic() + _MORE_S, player.trainer.progress
+        for layer in self._synchronised:
+            layer.eval()
+        total_steps = player.parts.loop.total_steps = self._samples.plan.total_steps
+        for self._index in sorted({progress.step, max(progress.step, total_steps // 2), max(progress.step, total_steps - 1)}):
+            progress.step = self._index
+            with suppress(Exception):  # of a part that does not expect it
+                if time.monotonic() < until and (found := self._look_at_cuts(*self._of_later_steps, with_parts=True)):
+                    return found
+        return []
 
     def writes(self, name: str) -> list[Problem]:
         """Return the warning that each micro-batch of a step changes a parameter, if the run's steps have several."""
@@ -99,7 +138,7 @@ class Cutting:
         holders = [self._player.module, *modules_of(self._player.task).values()]
         with untouched(*holders):
             step = self._player.parts.begin_step(step, has_row=True) if with_parts else step
-            sums = self._player.gradients(step, index=0, measure=measure)
+            sums = self._player.gradients(step, index=self._index, measure=measure)
             parameters = dict(self._player.module.named_parameters())
             return _Computed(
                 {name: float(value) for name, value in sums.items()},
@@ -140,7 +179,7 @@ class Cutting:
 
     def _look_at_training(self) -> list[Problem]:
         """Warn of a training step that draws, that couples samples or that counts them, whatever code does so."""
-        synchronised = batch_norms(self._player.module) if self._of_run.trainer.sync_batchnorm else []
+        synchronised = self._synchronised
         if synchronised and self._of_run.micro_batch_size is not None and self._of_run.launch.most_processes > 1:
             what = "the statistics are of one micro-batch of each process, so the results depend on the number of processes"
             return [Problem("trainer.sync_batchnorm", what, "micro_batch_size=null, or false", is_warning=True)]
@@ -173,8 +212,12 @@ class Cutting:
     def _look_at_cuts(self, key: str, what: str, *, with_parts: bool) -> list[Problem]:
         """Compare some samples at once with the same samples again, and with their parts."""
         whole, *_ = self._samples.cut(self._size)
-        at_once, *again = (self._computed([whole._replace(number=number)], with_parts=with_parts) for number in range(3))
+        at_once, *again, repeated = (
+            self._computed([whole._replace(number=number)], with_parts=with_parts) for number in (0, 1, 2, 0)
+        )
         sums = at_once.sums
+        if differ(repeated.sums, sums, tolerance=0.0):  # it depends on earlier forwards, and the second run shows it
+            return []
         if any(differ(other.sums, sums, tolerance=0.0) for other in again):
             return self._depends_on_cut(key, f"{what} draws random numbers")
         parts = self._samples.cut(max(n for n in range(1, self._size) if self._size % n == 0))

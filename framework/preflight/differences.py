@@ -2,8 +2,9 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from framework.randomness import generator_states
 from framework.runs.metrics_file import Row
 from framework.runtime.exits import is_own_code
 from framework.runtime.torch_internals import TorchDispatchMode
+from framework.training.parts import LoopParts
 
 
 @contextmanager
@@ -148,11 +150,19 @@ class Writes(TorchDispatchMode):
 
 
 class Draws:
-    """A context around forwards that notes whether any of them draws from a generator of torch, numpy or random."""
+    """A context around forwards that notes whether any of them draws from a generator of torch, numpy or random.
 
-    def __init__(self, forward: Forward) -> None:
+    From its construction on, it also notes draws of the parts' batch(), and of a task's own step from its context.
+    """
+
+    def __init__(self, forward: Forward, parts: LoopParts) -> None:
         self._forward, self._reseed, self._states = forward, forward.reseed, list[Any]()
         self.are_seen = False
+        parts.watch_batches(self._around_batch)
+        for name in ("step", "loss_of_rows"):
+            if callable(work := getattr(forward.task, name, None)):
+                with suppress(AttributeError):  # an object that takes no attributes
+                    setattr(forward.task, name, partial(self._with_context, work))
 
     def __enter__(self) -> None:
         self._forward.reseed = self._after_a_look  # type: ignore[method-assign]
@@ -173,3 +183,19 @@ class Draws:
             pairs = [*zip(*([*state.values()] if isinstance(state, dict) else state for state in (of_numpy, numpy_now)))]
             self.are_seen |= python != python_now or any(not np.array_equal(*pair) for pair in pairs)
             self.are_seen |= any(not torch.equal(*pair) for pair in zip(of_torch, torch_now))
+
+    def _around_batch(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            self._states = generator_states()
+            changed = change(*arguments)
+            self._look()
+            return changed
+
+        return run
+
+    def _with_context(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        returned, context = work(*arguments), arguments[-1]
+        for generator in (context.generator, context.generator_of_step):
+            unused = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+            self.are_seen |= not torch.equal(generator.get_state(), unused.get_state())
+        return returned

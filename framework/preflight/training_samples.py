@@ -87,12 +87,22 @@ class TrainingSamples:
             raise Refused("dataset", "its samples differ in loader processes: they share something with each other", cure)
 
     def _check_epochs(self) -> None:
-        """Refuse a sampler whose epochs, as far as there is time, differ in length or at each draw, or hold other numbers."""
+        """Refuse a dataset with epochs of several lengths, and a sampler with epochs that differ at each draw.
+
+        Also one whose epochs, as far as there is time, differ in length or hold other numbers.
+        """
         order, steps = self.order, self.plan.total_steps
+        num_epochs = -(-steps * order.global_batch_size // order.epoch_size)
+        if num_epochs > 1 and (begin_epoch := getattr(self.source, "begin_epoch", None)) is not None:
+            with blamed("dataset", "its set_epoch() fails", "see docs/data.md"):
+                lengths = [(begin_epoch(epoch), getattr(self.source, "num_stored", len(self.source)))[1] for epoch in (1, 0)]
+            if lengths[0] != lengths[1]:
+                what = f"its set_epoch(1) changes its length from {lengths[1]} to {lengths[0]}: all epochs of a run have one"
+                raise Refused("dataset", what, "one length, and other samples in each epoch")
         if order.draw is None:
             return
         until = time.monotonic() + _EPOCHS_S
-        for epoch in range(-(-steps * order.global_batch_size // order.epoch_size)):
+        for epoch in range(num_epochs):
             with blamed("sampler", f"its epoch {epoch} fails", "see sampler.*"):
                 drawn, again = (np.asarray(order.numbers(epoch)) for _ in range(2))
             if not np.array_equal(drawn, again):

@@ -53,14 +53,16 @@ class Trial:
             first.evaluate(shares=(), splits=splits)
         first.evaluate(shares=(2.0, 1.0))  # a part's best value is from before the save
         outcomes = [self._go_on(first, steps[BEFORE])]
+        draws = Draws(first.engine.forward, first.parts)
         if sum(parameter.numel() for parameter in first.module.parameters()) <= _SMALL:  # some state matters only later
-            first.watch.around = draws = Draws(first.engine.forward)
+            first.watch.around = draws
             for _ in range(_AGING):
                 first.advance(steps[BEFORE])
-            findings = findings or (cutting.draws_later() if draws.are_seen else [])
             first.evaluate(shares=())
             outcomes.append(self._go_on(first, steps[BEFORE]))
         first.parts.ended()
+        first.watch.around = draws
+        findings = findings or cutting.look_later(first) or (cutting.draws_later() if draws.are_seen else [])
         findings = findings or [warning for name in self._written for warning in cutting.writes(name)][:1]
         return findings, (in_bytes(validation), in_bytes(later), [tuple(outcome) for outcome in outcomes])
 
@@ -132,4 +134,5 @@ class Trial:
         if self._written and self.num_processes > 1:
             what = f"its forward changes {next(iter(self._written))}, a parameter, on each process separately"
             raise Refused("model", what, "register_buffer() what has no gradient: micro-batch 0 of a step then changes it on "
-                          "all processes; compute a value from its weight (torch.nn.utils.parametrize)")  # fmt: skip
+                          "all processes; compute a value from its weight (torch.nn.utils.parametrize); clamp it after each "
+                          "step, in a part's step_taken()")  # fmt: skip

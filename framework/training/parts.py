@@ -84,6 +84,10 @@ class LoopParts:
         """The names of the parts that change batches."""
         return [name for name, _ in self._at["batch"]]
 
+    def watch_batches(self, watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Call the parts' batch() as `watched` returns it."""
+        self._at["batch"] = [(name, watched(change)) for name, change in self._at["batch"]]
+
     def begin_step(self, step: Step, *, has_row: bool) -> Step:
         """Start a step, and return it with the parts' changes of its batches."""
         self.loop.has_row, self.loop.step_begun = has_row, self.loop.step + 1
@@ -201,17 +205,16 @@ class LoopParts:
                 ) from None
         return kept
 
-    def give_back(self, plain: Mapping[str, Any], late: Mapping[str, Tensor]) -> None:
-        """Restore the parts' states. Most tensors have been loaded in place; `late` has the others."""
+    def give_back(self, plain: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> None:
+        """Restore the parts' states: other values, and tensors, which state_dict() may not return a second time."""
         for name, state_dict in self._having("state_dict"):
             kept = {path.partition("/")[2]: decoded(value) for path, value in plain.items() if path.split("/")[0] == name}
             with self._blame(name):
                 state = state_dict() | kept
-                for path, tensor in late.items():
-                    part, _, entry = path.partition("/")
-                    within, _, inner = entry.partition("/")
-                    if part == name and inner and entry not in state:
-                        state[within] = {**(state[within] if isinstance(state.get(within), dict) else {}), inner: tensor}
+                for path, tensor in loaded.items():
+                    part, entry, *inner = path.split("/", 2)
+                    if part == name and inner:
+                        state[entry] = {**(state[entry] if isinstance(state.get(entry), dict) else {}), inner[0]: tensor}
                     elif part == name:
                         state[entry] = tensor
                 self.by_name[name].load_state_dict(state)
