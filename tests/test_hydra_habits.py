@@ -1,14 +1,18 @@
 """What a user of Hydra is used to: each habit works, or is refused with what to use instead, in files as on the command line."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra.core.config_store import ConfigStore
 
 from framework.config.compose import compose_line
 from framework.runs.provenance import Provenance
 from tests.harness import Ended, Says, typed
+from tests.pages import ROOT
 
 LINE = ["dataset=synthetic", "dataset.image_size=8", "dataset.num_train=40", "dataset.num_val=8", "dataset.num_test=8",
         "global_batch_size=8", "trainer.max_epochs=null", "trainer.max_steps=2", "rehearse=false"]  # fmt: skip
@@ -237,6 +241,26 @@ def test_options_of_the_config_store_can_be_chosen(folder: Path) -> None:
     assert ended.code == 0, ended.output
     assert "dim: 7" in (ended.directory / "config.yaml").read_text()
     assert run(folder, "model=stored").output == Says("model: no option 'stored' ...")
+
+
+PLUGIN = """
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+OmegaConf.register_new_resolver("mul", lambda a, b: a * b)
+ConfigStore.instance().store(group="model", name="stored", node={"_target_": "models.mlp.MLP", "dim": 7})
+"""
+
+
+def test_a_module_in_hydra_plugins_registers_resolvers_and_options(folder: Path) -> None:
+    line = [sys.executable, str(ROOT / "train.py"), "--cfg", "job", "--resolve", "model=stored", "model.dim=${mul:4,3}"]
+    (folder / "hydra_plugins").mkdir()
+    (folder / "hydra_plugins" / "mine.py").write_text(PLUGIN)
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True)  # Hydra looks once in a process
+    assert yaml.safe_load(done.stdout)["model"]["dim"] == 12, done.stderr
+    assert run(folder, "name=${mull:4,3}").output == Says(
+        "name: ... Unsupported interpolation type mull; ... hydra_plugins/NAME.py ..."
+    )
 
 
 def test_a_group_of_the_user_that_nothing_would_build_is_refused(folder: Path) -> None:

@@ -111,6 +111,7 @@ def with_hydra(overrides: list[str]) -> DictConfig:
 
 def _applied(overrides: list[str]) -> tuple[DictConfig, list[str], list[Problem]]:
     """Return the configuration with the overrides applied, the keys of its files, and the problems of failed overrides."""
+    prepare_hydra()  # Hydra imports plug-ins, which may store options
     choices, values, problems = sort_overrides(overrides)
     try:
         files = compose_files(choices)

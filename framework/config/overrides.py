@@ -242,4 +242,6 @@ def one_line(error: BaseException) -> str:
         return one_line(error.__cause__)
     if "ecursi" in str(error):  # OmegaConf detects one kind itself; the other kind ends in Python's RecursionError
         return "it refers to itself"
-    return " ".join(str(error).split("\n    full_key:")[0].split()).split(" Config search path:")[0]
+    line = " ".join(str(error).split("\n    full_key:")[0].split()).split(" Config search path:")[0]
+    is_resolver = line.startswith("Unsupported interpolation type")
+    return f"{line}; a module hydra_plugins/NAME.py in this directory may register a resolver" if is_resolver else line
