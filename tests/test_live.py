@@ -17,6 +17,7 @@ from framework import ConfigurationError, RunFailed, compose, load, run
 from framework.config.folders import ROOT
 from framework.live import words_of
 from framework.runtime.log import LOGGER
+from framework.runtime.program import program
 from tests.harness import Says, typed
 
 KEYS: dict[str, Any] = {"precision": "fp64", "scheduler": "constant", "global_batch_size": 40, "trainer": {"max_steps": 12, "max_epochs": None, "log_every": 1}}  # fmt: skip
@@ -296,3 +297,13 @@ def test_an_optimizer_that_has_taken_steps_begins_anew_and_this_is_said(
         optimizer.step()
         assert problems == []
     assert said[0] == [] and said[1] == [Says("optimizer: ... has a state ... a new optimizer ...")]
+
+
+def test_the_next_command_can_be_given_where_the_notebook_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py"])
+    monkeypatch.setenv("PATH", "")  # steadfast is not installed
+    said = []
+    for folder in (ROOT, tmp_path):
+        monkeypatch.chdir(folder)
+        said.append(program())
+    assert said == ["python train.py", f"python {ROOT / 'train.py'}"]

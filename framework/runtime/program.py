@@ -97,7 +97,10 @@ def program() -> str:
         return "python -m framework"
     if path.name == "steadfast" or shutil.which("steadfast"):
         return "steadfast"
-    return "python train.py" if Path("train.py").exists() else "python -m framework"
+    script = Path(__file__).resolve().parents[2] / "train.py"  # of a checkout; the command may be a notebook anywhere
+    if not script.is_file():
+        return "python -m framework"
+    return "python train.py" if script == Path("train.py").resolve() else f"python {shlex.quote(str(script))}"
 
 
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)(?:[a-z_/]|\.\.?/)[\w./:+@%-]*", re.ASCII | re.IGNORECASE)
