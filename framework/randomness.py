@@ -40,6 +40,21 @@ def generator_states(*, devices: "Iterable[torch.device]" = ()) -> list[Any]:
     return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in of_torch)]
 
 
+def has_drawn(*own: "torch.Generator") -> bool:
+    """Return whether anybody has drawn from Python's, numpy's and torch's generators since `seed_generators`, or from `own`."""
+    import torch
+
+    _, (*_, position), gauss = random.getstate()
+    of_numpy: Any = np.random.get_state(legacy=False)
+    has_gauss = gauss is not None or bool(of_numpy["has_gauss"])
+    if has_gauss or not position == of_numpy["state"]["pos"] == 624:  # a Mersenne Twister begins at the end of its numbers
+        return True
+    return any(
+        not torch.equal(one.get_state(), torch.Generator(one.device).manual_seed(one.initial_seed()).get_state())
+        for one in (torch.default_generator, *own)
+    )
+
+
 def set_generator_states(states: list[Any], *, devices: "Iterable[torch.device]" = ()) -> None:
     """Restore the generators' states from the result of `generator_states`."""
     random.setstate(states[0])

@@ -152,6 +152,11 @@ def drop(samples: list[Any]) -> Any:
     return default_collate([sample for sample in samples if sample is not None])
 
 
+def mixed_at_times(samples: list[Any], share: float) -> tuple[Tensor, Tensor]:
+    inputs, targets = default_collate(samples)
+    return (inputs + inputs.roll(1, 0) if random.random() < share else inputs), targets
+
+
 class Twice:
     """A transform of a batch that gives two views of each sample."""
 

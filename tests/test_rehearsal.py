@@ -313,6 +313,10 @@ WARNED = {
         model("Redraws"),
         "model: in a later step, its training forward draws random numbers, so the results ...",
     ),
+    "a collate function that draws, and seldom mixes": (
+        users("Points", "dataset.collate={_target_: tests.faulty_data.mixed_at_times, _partial_: true, share: 0.01}"),
+        "dataset: its collate function or a transform draws once for a whole micro-batch, so the results ...",
+    ),
     "a model that mixes in later steps": (model("MixesLater"), f"model: {LATE_FORWARD} couples the samples ..."),
     "a part that mixes in later steps": (
         [*model("Net"), "+part.mixing={_target_: tests.faulty.Mixing, kind: roll, start: 4000}", "trainer.max_steps=9000"],

@@ -96,21 +96,21 @@ class Loader:
             yield samples_seen
             samples_seen += self.order.size(samples_seen)
 
-    def train_step(self, samples_seen: int, *, later: int = 0, first: int = 0) -> Step:
-        """Return the step after `samples_seen` samples; the same samples `later` epochs later, or with numbers from `first`."""
+    def train_step(self, samples_seen: int, *, later: int = 0) -> Step:
+        """Return the step after `samples_seen` samples; or the same samples `later` epochs later."""
         epoch, samples = self.order.batch(samples_seen)
         epoch += later
         mark: dict[str, Any] = self.source.mark(samples_seen) if self.dp_rank == 0 and hasattr(self.source, "mark") else {}
-        step = self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen), first=first)
+        step = self._step(epoch, samples, self.order.draws(samples_seen), at=("data", epoch, samples_seen))
         return step._replace(mark=mark) if mark else step
 
-    def _step(self, epoch: int, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int], first: int = 0) -> Step:
+    def _step(self, epoch: int, samples: np.ndarray, draws: np.ndarray, *, at: tuple[str, int, int]) -> Step:
         fetched: dict[int, MicroBatch] = {}  # by number, because padding repeats a micro-batch
         micro_batches: list[MicroBatch] = []
         for part in parts(len(samples), micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size):
             if part.number not in fetched:
-                span, numbered = slice(part.start, part.stop), part._replace(number=first + part.number) if first else part
-                fetched[part.number] = self._micro_batch(numbered, samples[span], draws[span], at=at)
+                span = slice(part.start, part.stop)
+                fetched[part.number] = self._micro_batch(part, samples[span], draws[span], at=at)
             micro_batch = fetched[part.number]
             micro_batches.append(micro_batch._replace(is_padding=True) if part.is_padding else micro_batch)
         targets = torch.from_numpy(self.source.targets[samples]) if self._knows_targets else None  # type: ignore[attr-defined]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.engine.forward import Forward
-from framework.randomness import generator_states
+from framework.engine.own_step import Context
+from framework.randomness import has_drawn
 from framework.runs.metrics_file import Row
 from framework.runtime.exits import is_own_code
 from framework.runtime.torch_internals import TorchDispatchMode
@@ -156,46 +157,32 @@ class Draws:
     """
 
     def __init__(self, forward: Forward, parts: LoopParts) -> None:
-        self._forward, self._reseed, self._states = forward, forward.reseed, list[Any]()
+        self._forward, self._reseed, self._is_seeded = forward, forward.reseed, False
         self.are_seen = False
-        parts.watch_batches(self._around_batch)
+        parts.watch_batches(lambda change: partial(self._noted, change))
         for name in ("step", "loss_of_rows"):
             if callable(work := getattr(forward.task, name, None)):
                 with suppress(AttributeError):  # an object that takes no attributes
-                    setattr(forward.task, name, partial(self._with_context, work))
+                    setattr(forward.task, name, partial(self._noted, work))
 
     def __enter__(self) -> None:
         self._forward.reseed = self._after_a_look  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
         self._look()
-        self._forward.reseed = self._reseed  # type: ignore[method-assign]
+        self._forward.reseed, self._is_seeded = self._reseed, False  # type: ignore[method-assign]
 
     def _after_a_look(self, *unit: int) -> None:
         self._look()
         self._reseed(*unit)
-        self._states = generator_states()
+        self._is_seeded = True
 
     def _look(self) -> None:
-        states, self._states = self._states, []
-        if states:
-            (python, of_numpy, *of_torch), (python_now, numpy_now, *torch_now) = states, generator_states()
-            pairs = [*zip(*([*state.values()] if isinstance(state, dict) else state for state in (of_numpy, numpy_now)))]
-            self.are_seen |= python != python_now or any(not np.array_equal(*pair) for pair in pairs)
-            self.are_seen |= any(not torch.equal(*pair) for pair in zip(of_torch, torch_now))
+        self.are_seen |= self._is_seeded and has_drawn()
 
-    def _around_batch(self, change: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            self._states = generator_states()
-            changed = change(*arguments)
-            self._look()
-            return changed
-
-        return run
-
-    def _with_context(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    def _noted(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do the work of a part or a task, for which the generators have been seeded."""
         returned, context = work(*arguments), arguments[-1]
-        for generator in (context.generator, context.generator_of_step):
-            unused = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-            self.are_seen |= not torch.equal(generator.get_state(), unused.get_state())
+        own = [context.generator, context.generator_of_step] if isinstance(context, Context) else []
+        self.are_seen |= (not own or context.is_training) and has_drawn(*own)
         return returned

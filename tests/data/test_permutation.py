@@ -1,13 +1,17 @@
 """The order of a large data set: a bijection that looks like chance, costs no memory, and leaves earlier runs in their own order."""
 
+import random
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import framework.data.order
 from framework.data.order import Order, Permutation
+from framework.randomness import has_drawn, seed_generators
 from tests.harness import assert_close, command, finished, once, together
 from tests.test_resume import RUN, after_step, preempt
 
@@ -112,3 +116,17 @@ def test_a_large_data_set_is_trained_on_in_its_new_order_however_it_is_executed(
     again = finished(*line, root=tmp_path / "runs", before=plant)
     assert_close(again, whole)
     assert [row["loss"] for row in once(*exact).rows] != [row["loss"] for row in whole.rows]
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: random.gauss(0, 1), lambda: np.random.rand(), lambda: np.random.randn(),
+                                  lambda: torch.rand(()), lambda: torch.randperm(3)])  # fmt: skip
+def test_a_draw_from_any_common_generator_is_seen(draw: Callable[[], object]) -> None:
+    seed_generators(7)
+    assert not has_drawn()
+    draw()
+    assert has_drawn()
+    seed_generators(7)
+    own = torch.Generator().manual_seed(3)
+    assert not has_drawn(own)
+    torch.rand((), generator=own)
+    assert has_drawn(own)
