@@ -40,7 +40,7 @@ def require_optimizer(model: nn.Module, optimizer: Node, scheduler: Node) -> tor
     with refusing(Exception, SystemExit, to=partial(Problem.of_error, "optimizer")):  # a user's optimizer may raise anything
         build = components.optimizer_builder(optimizer)
         built = build(trained)
-        if any(group["lr"] is None for group in built.param_groups):
+        if any(group.get("lr", 0.0) is None for group in built.param_groups):
             what = f"null, but the run's schedule sets the rate of each step, and {type(built).__name__} chooses its own then"
             raise Refused("optimizer.lr", what, "a number; for an Adafactor of transformers, with relative_step=false, too")
         if groups := optimizer.get("groups"):
