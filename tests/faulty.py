@@ -467,6 +467,17 @@ class Probing(Classification):
         return {"probe": float(engine.module.last(torch.ones(1, 12, dtype=torch.float32)).sum())}
 
 
+class Samples:
+    """Its evaluation counts classes that are drawn."""
+
+    def step(self, call: Any, batch: Any, context: Any) -> dict[str, Tensor]:
+        outputs = call(batch.inputs)
+        sums = {"loss": F.cross_entropy(outputs, batch.targets, reduction="sum")}
+        if context.is_training:
+            return sums
+        return sums | {"exact": (torch.multinomial(outputs.softmax(1), 1)[:, 0] == batch.targets).sum()}
+
+
 class Centred(nn.Module):
     """Keeps the mean of the outputs, as self-distillation does."""
 

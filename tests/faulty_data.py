@@ -152,6 +152,21 @@ def drop(samples: list[Any]) -> Any:
     return default_collate([sample for sample in samples if sample is not None])
 
 
+def nested(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """Return rows of four numbers for each sample, one to three of them, as one nested tensor."""
+    rows = [inputs[: 4 * (1 + target % 3)].reshape(-1, 4) for inputs, target in samples]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.tensor([target for _, target in samples])
+
+
+class OfRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack([self.linear(rows).tanh().mean(0) for rows in inputs.unbind()])
+
+
 def mixed_at_times(samples: list[Any], share: float) -> tuple[Tensor, Tensor]:
     inputs, targets = default_collate(samples)
     return (inputs + inputs.roll(1, 0) if random.random() < share else inputs), targets

@@ -282,6 +282,8 @@ RIGHT = {
                                                  "task=regression", "model._target_=tests.faulty_data.Pool", "parallel=ddp", TWO, "micro_batch_size=3"),
     "a mean that is zero but for rounding, on two": [*model("ZeroMean"), "optimizer=sgd", "optimizer.lr=1.0", "parallel=ddp", TWO, "micro_batch_size=4"],
     "statistics, without the short last batch": users("Points n: 41", "+model.is_normed=true", "drop_last=true"),
+    "nested tensors": users("Points", "dataset.collate={_target_: tests.faulty_data.nested, _partial_: true}",
+                            "model._target_=tests.faulty_data.OfRows", "parallel=ddp", TWO),
     "rows left out, with a weight, on two": users("Damaged", DROP, "parallel=ddp", TWO, "micro_batch_size=5"),
     "a collate function that leaves nothing of few samples": users("Damaged", DROP),
     "a split that draws": users("DrawnSplit", "dataset.val={_target_: tests.faulty_data.DrawnSplit}"),
@@ -316,6 +318,10 @@ WARNED = {
     "a collate function that draws, and seldom mixes": (
         users("Points", "dataset.collate={_target_: tests.faulty_data.mixed_at_times, _partial_: true, share: 0.01}"),
         "dataset: its collate function or a transform draws once for a whole micro-batch, so the results ...",
+    ),
+    "an evaluation that draws": (
+        [*model("Net"), "task._target_=tests.faulty.Samples"],
+        "model, task: an evaluation draws random numbers, so the results ...",
     ),
     "a model that mixes in later steps": (model("MixesLater"), f"model: {LATE_FORWARD} couples the samples ..."),
     "a part that mixes in later steps": (

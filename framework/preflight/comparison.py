@@ -88,7 +88,7 @@ class _Comparison:
         # a fault in processes that have computed before may have this cause
         self._runs_so |= bool(later := ranks[0].then) and not (fault_of_ranks(later) or _lost(later) or later[0].finding)
         if first := fault_of_ranks(ranks):
-            why = " (its samples do not all enter the same modules)" if expected.do_part else ""
+            why = " (its forwards do not all enter the same modules)" if expected.do_part else ""
             return f"a step on {self._count} processes fails with this model{why}: {first}"
         differing = difference(expected, ranks)
         if differing and any(map(other_column, ranks[0].rows, expected.rows)):

@@ -14,7 +14,7 @@ from framework.engine.forward import modules_of
 from framework.engine.seam import MicroBatch, Step
 from framework.modules.structure import batch_norms, in_eval_mode
 from framework.optim.precision import PRECISIONS
-from framework.preflight.differences import differ, untouched
+from framework.preflight.differences import Draws, differ, untouched
 from framework.preflight.player import Player
 from framework.preflight.processes import data_ranks
 from framework.preflight.refused import Refused, blamed
@@ -86,10 +86,12 @@ class Cutting:
             found = self._depends_on_cut("dataset", "its collate function or a transform draws once for a whole micro-batch")
         return found
 
-    def draws_later(self) -> list[Problem]:
-        """Return the warning that something draws only in some of the steps."""
-        who, what = self._of_later_steps
-        return self._depends_on_cut(who, f"{what} draws random numbers")
+    def draws_later(self, draws: Draws) -> list[Problem]:
+        """Return the warning that something draws only in some of the steps, or only in evaluations."""
+        if draws.in_training:
+            who, what = self._of_later_steps
+            return self._depends_on_cut(who, f"{what} draws random numbers")
+        return self._depends_on_cut("model, task", "an evaluation draws random numbers") if draws.in_evaluation else []
 
     @property
     def _of_later_steps(self) -> tuple[str, str]:

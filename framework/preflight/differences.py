@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from framework.engine.forward import Forward
+from framework.engine.engine import Engine
 from framework.engine.own_step import Context
 from framework.randomness import has_drawn
 from framework.runs.metrics_file import Row
@@ -156,21 +156,22 @@ class Draws:
     From its construction on, it also notes draws of the parts' batch(), and of a task's own step from its context.
     """
 
-    def __init__(self, forward: Forward, parts: LoopParts) -> None:
-        self._forward, self._reseed, self._is_seeded = forward, forward.reseed, False
-        self.are_seen = False
+    def __init__(self, engine: Engine, parts: LoopParts) -> None:
+        self._module, self._forward = engine.module, engine.forward
+        self._reseed, self._is_seeded = engine.forward.reseed, False
+        self.in_training = self.in_evaluation = False
         parts.watch_batches(lambda change: partial(self._noted, change))
         for name in ("step", "loss_of_rows"):
-            if callable(work := getattr(forward.task, name, None)):
+            if callable(work := getattr(engine.forward.task, name, None)):
                 with suppress(AttributeError):  # an object that takes no attributes
-                    setattr(forward.task, name, partial(self._noted, work))
+                    setattr(engine.forward.task, name, partial(self._noted, work))
 
     def __enter__(self) -> None:
         self._forward.reseed = self._after_a_look  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
         self._look()
-        self._forward.reseed, self._is_seeded = self._reseed, False  # type: ignore[method-assign]
+        self._forward.reseed = self._reseed  # type: ignore[method-assign]
 
     def _after_a_look(self, *unit: int) -> None:
         self._look()
@@ -178,11 +179,17 @@ class Draws:
         self._is_seeded = True
 
     def _look(self) -> None:
-        self.are_seen |= self._is_seeded and has_drawn()
+        if self._is_seeded:
+            self._note()
+        self._is_seeded = False
 
     def _noted(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do the work of a part or a task, for which the generators have been seeded."""
         returned, context = work(*arguments), arguments[-1]
-        own = [context.generator, context.generator_of_step] if isinstance(context, Context) else []
-        self.are_seen |= (not own or context.is_training) and has_drawn(*own)
+        self._note(*([context.generator, context.generator_of_step] if isinstance(context, Context) else []))
         return returned
+
+    def _note(self, *own: torch.Generator) -> None:
+        if has_drawn(*own):
+            self.in_training |= self._module.training
+            self.in_evaluation |= not self._module.training

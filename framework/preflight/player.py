@@ -72,6 +72,7 @@ class Watch:
         self.gradients: dict[str, dict[str, Tensor | None]] = {}
         self.computed: set[nn.Parameter] = set()  # by the latest backward pass: their gradients
         self.around: AbstractContextManager[Any] = nullcontext()  # around the computation of gradients
+        self.around_evaluation: AbstractContextManager[Any] = nullcontext()
 
     def _watch_step(self, step: Step, *, index: int, loss_scale: float, measure: bool) -> Sums:
         parameters = dict(self._engine.module.named_parameters())
@@ -91,7 +92,8 @@ class Watch:
         return sums
 
     def _watch_evaluation(self, step: Step) -> Sums:
-        sums = self._evaluate(step)
+        with self.around_evaluation:
+            sums = self._evaluate(step)
         training = [name or "the model" for name, part in self._engine.module.named_modules() if part.training]
         if training and not getattr(self._engine.forward.task, "evaluates_in_training_mode", False):
             what = f"an evaluation puts {training[0]} into training mode and leaves it there"

@@ -200,6 +200,7 @@ def same_tensors(mine: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def batch_tensors(step: Step | MicroBatch) -> list[Tensor]:
-    """Return the inputs and targets."""
+    """Return the inputs and targets; of a nested tensor, its rows."""
     micro_batches: Iterable[MicroBatch] = [step] if isinstance(step, MicroBatch) else step.micro_batches
-    return tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in micro_batches])
+    found = tensors_in([(micro_batch.inputs, micro_batch.targets) for micro_batch in micro_batches])
+    return [row for tensor in found for row in (tensor.unbind() if tensor.is_nested else [tensor])]

@@ -49,11 +49,11 @@ class Trial:
         findings = cutting.look()
         for step in steps[1:BEFORE]:
             first.take(step)
+        first.watch.around_evaluation = draws = Draws(first.engine, first.parts)
         if len(splits := first.trainer.splits.validations()) > 1:
             first.evaluate(shares=(), splits=splits)
         first.evaluate(shares=(2.0, 1.0))  # a part's best value is from before the save
         outcomes = [self._go_on(first, steps[BEFORE])]
-        draws = Draws(first.engine.forward, first.parts)
         if sum(parameter.numel() for parameter in first.module.parameters()) <= _SMALL:  # some state matters only later
             first.watch.around = draws
             for _ in range(_AGING):
@@ -62,7 +62,7 @@ class Trial:
             outcomes.append(self._go_on(first, steps[BEFORE]))
         first.parts.ended()
         first.watch.around = draws
-        findings = findings or cutting.look_later(first) or (cutting.draws_later() if draws.are_seen else [])
+        findings = findings or cutting.look_later(first) or cutting.draws_later(draws)
         findings = findings or [warning for name in self._written for warning in cutting.writes(name)][:1]
         return findings, (in_bytes(validation), in_bytes(later), [tuple(outcome) for outcome in outcomes])
 
@@ -102,7 +102,7 @@ class Trial:
     def _take_first(self, player: Player, step: Step) -> None:
         module, inputs = player.module, step.micro_batches[0].inputs
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        shape = f" of shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else ""
+        shape = f" of shape {list(inputs.shape)}" if isinstance(inputs, Tensor) and not inputs.is_nested else ""
         fails = f"its forward, or the task's loss or metrics, does not take a batch{shape} of this dataset"
         cure = "see docs/extend.md, sections A model and A task"
         if self.build.config.trainer.channels_last:
@@ -134,5 +134,5 @@ class Trial:
         if self._written and self.num_processes > 1:
             what = f"its forward changes {next(iter(self._written))}, a parameter, on each process separately"
             raise Refused("model", what, "register_buffer() what has no gradient: micro-batch 0 of a step then changes it on "
-                          "all processes; compute a value from its weight (torch.nn.utils.parametrize); clamp it after each "
-                          "step, in a part's step_taken()")  # fmt: skip
+                          "all processes; compute a value from its weight (torch.nn.utils.parametrize); clamp a weight, or let "
+                          "a teacher follow the weights, after each step: step_taken() of a part")  # fmt: skip

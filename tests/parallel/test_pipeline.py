@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from framework.engine.forward import Forward
 from framework.modules.parts import chain_of
@@ -90,6 +91,16 @@ class Carries(nn.Module):
         return self.head(x + residual)
 
 
+class Recomputes(Carries):
+    """Its own forward recomputes its blocks in the backward pass."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, residual, bias = self.tokens(tokens), None, None
+        for block in self.blocks:
+            x, residual, bias = checkpoint(block, x, bias, residual=residual, use_reentrant=False)
+        return self.head(x + residual)
+
+
 RESIDUAL = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Residual"]
 CARRIES = [*RUN, *TOKENS, "model._target_=tests.parallel.test_pipeline.Carries", "trainer.max_steps=4", "micro_batch_size=2"]
 FOUR = ["parallel=pp+fsdp+tp", "launch.nproc_per_node=4"]
@@ -112,6 +123,7 @@ CUTS = {
        for kind, line in (("gpt", GPT_LINE), ("mlp", MLP_LINE))},
     **{f"{name} on three": (SIX, scheduled(name, 3)) for name in ("zbv", "dualpipev")},
     "side by side": ([*GPT_LINE, *MANY], ["parallel=ddp+pp", "parallel.replicate=2", "parallel.pipeline=2", "parallel.schedule=zbv", "launch.nproc_per_node=4"]),
+    "recomputed by its own code": ([*CARRIES, "model._target_=tests.parallel.test_pipeline.Recomputes"], scheduled("1f1b")),
     "too few micro-batches": (GPT_LINE, scheduled("dualpipev")),
 }  # fmt: skip
 OTHER_ORDER = "WARNING: parallel.schedule: dualpipev cannot run 3 micro-batches in a pass, so ZBVZeroBubble is used"
