@@ -196,7 +196,8 @@ start_munged() {
 }
 
 start_database() {  # small, and careless of power cuts: it lives as long as the tests
-    mariadb-install-db --no-defaults --user="$(id -un)" --datadir="$DIR/database" --skip-test-db \
+    # a tmpdir of its own: a MariaDB that starts removes the temporary tables of the others in /tmp
+    mariadb-install-db --no-defaults --user="$(id -un)" --datadir="$DIR/database" --tmpdir="$DIR/tmp" --skip-test-db \
         --auth-root-authentication-method=normal --innodb-flush-method=nosync --sync-frm=0 >"$DIR/log/mariadb-install.log" 2>&1
     setsid mariadbd --no-defaults --user="$(id -un)" --datadir="$DIR/database" --tmpdir="$DIR/tmp" \
         --bind-address=127.0.0.1 --port="$(port StoragePort)" --socket="$DIR/run/mariadbd.sock" --skip-name-resolve \
@@ -243,7 +244,7 @@ start() {
     done
     [ ! -e "$DIR/conf" ] || die "there is a cluster in $DIR already; '$0 stop' stops it"
     # a start that fails leaves nothing but its logs
-    trap 'code=$?; [ $code -eq 0 ] || { say "failed; the logs are in $DIR/log"; stop; }' EXIT
+    trap 'code=$?; [ $code -eq 0 ] || { say "failed; the logs are in $DIR/log, and end so:"; tail -n 5 "$DIR"/log/* >&2; stop; }' EXIT
     configure
     start_munged
     start_database
