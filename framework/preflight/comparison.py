@@ -1,7 +1,11 @@
 """The second half of a rehearsal: compare two steps with the run's strategy, on a few processes, with two on one process."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
 
 from framework.build.training import Builder
 from framework.config.folders import option_node
@@ -130,6 +134,11 @@ class _Comparison:
                 return Problem(f"part.{name}", f"{what}; without it, they compute the same", _ALIKE)
         own = asked(parallel, "remedies", otherwise=())
         options = [*((_line(remedy), parallel | remedy) for remedy in own), *_others(parallel)]
+        with _without_dropout():
+            is_dropout = self._is_equal(alone)
+        if is_dropout:
+            why = "without dropout, they compute the same: each would drop values of its own part of an activation"
+            return Problem("parallel", f"{what}; {why}", f"no dropout, or {_cure(options, self._fault)}")
         sgd = alone.altered(optimizer=option_node("optimizer", "sgd") | {"lr": 1e-3})
         if not config.optimizer.get("turns") and self._is_equal(sgd):
             why = "with optimizer=sgd they compute the same: this one needs whole tensors, or several, or it amplifies rounding"
@@ -139,6 +148,22 @@ class _Comparison:
             cure = "model.parts.blocks=[], because its code uses the weights of a block outside the block's forward"
             return Problem("parallel", what, cure)
         return Problem("parallel", what, _cure(options, self._fault))
+
+
+@contextmanager
+def _without_dropout() -> Iterator[None]:
+    """Let torch's functions drop nothing, in this process and in those that it forks."""
+    functional: Any = nn.functional
+    dropout, attention = functional.dropout, functional.scaled_dot_product_attention
+
+    def attend(*given: Any, dropout_p: float = 0.0, **named: Any) -> Any:  # it is the fifth argument
+        return attention(*given[:4], *(0.0 for _ in given[4:5]), *given[5:], **named)
+
+    functional.dropout, functional.scaled_dot_product_attention = lambda input, *_, **__: input, attend
+    try:
+        yield
+    finally:
+        functional.dropout, functional.scaled_dot_product_attention = dropout, attention
 
 
 def _cure(options: list[tuple[str, Node]], fault: Callable[[Node], str]) -> str:

@@ -28,6 +28,7 @@ class OwnLoss:
         losses = losses_in(outputs)
         if not losses:
             kind = f"a mapping of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+            kind = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else kind
             what = f"the model returns {kind}, and no loss, in {'training' if context.is_training else 'an evaluation'}"
             raise TypeError(f"{what} ({'another task' if context.is_training else 'task.evaluates_in_training_mode=true'})")
         weight = self._weight_of(batch) if self._weight != "samples" else context.size
