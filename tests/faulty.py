@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from framework.data.synthetic import Synthetic
 from framework.modules.tensors import local
@@ -285,6 +286,23 @@ class LateBuffer(Net):
         if self.mean is None:
             self.mean = x.detach().mean(0)
         return x - self.mean
+
+
+class Cache(Net):
+    """Makes a buffer in its first forward, which no checkpoint holds, because each forward could."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "slopes"):
+            self.register_buffer("slopes", torch.linspace(0.5, 1.0, x.shape[1], dtype=x.dtype), persistent=False)
+        return x * self.slopes
+
+
+class Hooked(Net):
+    """Has weights that hooks compute from parameters before each forward; the constructor computes the first, with a graph."""
+
+    def make(self) -> None:
+        for layer in (self.first, self.last):
+            prune.l1_unstructured(layer, "weight", amount=0.5)
 
 
 class Synchronised(Net):

@@ -267,6 +267,8 @@ RIGHT = {
     "a constructor that reads numbers, on two": [*model("Rates"), "parallel=fsdp", TWO],
     "complex numbers": model("Rotary"),
     "the same model again": model("cached"),
+    "a buffer that is computed anew, on two": [*model("Cache"), "parallel=fsdp", TWO],
+    "weights that hooks compute, on two": [*model("Hooked"), "parallel=fsdp", TWO],
     "a scripted model": model("scripted"),
     "parameters that a model leaves out, frozen": [*model("TrainsOnly"), "trainer.freeze=[first.*]"],
     "not a number": model("Unknown"),

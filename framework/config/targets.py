@@ -43,7 +43,8 @@ def locate(target: str) -> Callable[..., Any]:
             found = getattr(found, name) if hasattr(found, name) else importlib.import_module(".".join(parts[:depth]))
     except (Exception, SystemExit) as error:  # the import of the user's module may raise any exception
         close = difflib.get_close_matches(parts[-1], dir(found), n=1)
-        text = " ".join(str(error).split()) + (f"; did you mean {close[0]}?" if close else "")
+        cause = f": {error.__cause__}" if error.__cause__ is not None else ""  # of a package that imports its parts late
+        text = " ".join(f"{error}{cause}".split()) + (f"; did you mean {close[0]}?" if [parts[-1]] != close != [] else "")
         extra = extra_with(str(error.name)) if isinstance(error, ModuleNotFoundError) else None
         text += f"; {install_command(extra)}" if extra is not None else ""
         raise ValueError(f"_target_={target} cannot be imported ({type(error).__name__}: {text})") from error

@@ -3,7 +3,6 @@
 import inspect
 import multiprocessing
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, partial
@@ -59,7 +58,9 @@ class Loader:
         self._knows_epochs = "sample_keys" in inspect.signature(self.dataset.transform).parameters
         self._may_draw = self.batch_transform is not None or not draws_nothing(self.source, self.dataset.transform)
         self._knows_targets = self.dp_size > 1 and not self._may_draw and type(self.source) is Arrays  # those of all ranks
-        self._running: weakref.WeakSet[Iterator[Step | RunEnded]] = weakref.WeakSet()
+        # of training, and of evaluations, with processes. They are ended by `close`: a collection may come within an import,
+        # for which the thread waits that tells the processes to end
+        self._running: dict[bool, Iterator[Step | RunEnded]] = {}
         self._evaluating: DataLoader[int] | None = None  # with the processes of the first evaluation
         self.mark: dict[str, Any] = {}  # of a stream: its place before the last step, or before an earlier one
 
@@ -86,7 +87,7 @@ class Loader:
 
     def close(self) -> None:
         """Stop the loader's processes. They ignore signals, so after an error, Python would wait for them forever at exit."""
-        for steps in list(self._running):
+        for steps in self._running.values():
             shut_down_loader(steps)
         self._running.clear()
         self._evaluating = None
@@ -179,7 +180,10 @@ class Loader:
         elif is_evaluation and self._evaluating is not None:
             steps = self._read(iter(self._evaluating))
         else:
+            if (earlier := self._running.pop(is_evaluation, None)) is not None:
+                shut_down_loader(earlier)
             loader, begun = self._start_processes(positions, fetch)
+            self._running[is_evaluation] = begun
             self._evaluating = loader if is_evaluation else self._evaluating
             steps = self._read(begun)
         if self.device.type == "cuda":
@@ -206,7 +210,6 @@ class Loader:
             with held_back():  # a signal to the whole group must not kill them
                 steps = iter(loader)
             if all(begun.acquire(timeout=wait_s) for _ in range(self.num_workers)):
-                self._running.add(steps)
                 return loader, steps
             # before 3.11.8, Python's child may hang if torch's threads use Python too (CPython issue 112275)
             kill_loader(steps)

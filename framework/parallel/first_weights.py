@@ -50,17 +50,24 @@ def build(make: Callable[[], Any], *, on_meta: bool) -> Any:
         torch.set_rng_state(states)
         module = make()
         if isinstance(module, nn.Module):
-            _drop_weak_references(module)
+            _release_parameters(module)
             for parameter in nn.Module.parameters(module):
                 _to_meta(parameter)
         return module
 
 
-def _drop_weak_references(module: nn.Module) -> None:
-    """Drop the weak references of recurrent layers to their parameters, which could not be swapped. `fill` makes new ones."""
+def _release_parameters(module: nn.Module) -> None:
+    """Drop what refers to a module's parameters, which could not be swapped.
+
+    Recurrent layers have weak references; `fill` makes new ones. A tensor that a hook computes from parameters before each
+    forward (pruning, weight_norm) has them in its graph.
+    """
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             part._flat_weight_refs = []
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                vars(part)[name] = value.detach()
 
 
 def _to_meta(parameter: nn.Parameter) -> Tensor:
@@ -86,7 +93,7 @@ _ASIDE: WeakKeyDictionary[nn.Module, _Aside] = WeakKeyDictionary()
 
 def put_aside(model: nn.Module) -> None:
     """Leave a model's parameters without numbers until `fill`; rank 0 keeps the numbers. Not collective."""
-    _drop_weak_references(model)
+    _release_parameters(model)
     named, first = named_tensors(model), dict[int, str]()
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)

@@ -32,7 +32,10 @@ def untouched(*modules: nn.Module | None) -> Iterator[None]:
         for name, buffer in buffers.items():
             setattr(part, name, buffer)
     for tensor, value in before:
-        tensor.data.copy_(value)
+        if tensor.shape == value.shape:
+            tensor.data.copy_(value)
+        else:  # a statistic that gets its shape from the first samples
+            tensor.data = value
     for parameter in whole.parameters():
         parameter.grad = None
 

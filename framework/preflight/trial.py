@@ -101,7 +101,7 @@ class Trial:
 
     def _take_first(self, player: Player, step: Step) -> None:
         module, inputs = player.module, step.micro_batches[0].inputs
-        names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        names = module.state_dict().keys()
         shape = f" of shape {list(inputs.shape)}" if isinstance(inputs, Tensor) and not inputs.is_nested else ""
         fails = f"its forward, or the task's loss or metrics, does not take a batch{shape} of this dataset"
         cure = "see docs/extend.md, sections A model and A task"
@@ -115,9 +115,9 @@ class Trial:
         player.watch.around = nullcontext()
         self._written = writes.names
         self._require_own_writes()
-        made = sorted({name for name, _ in (*module.named_parameters(), *module.named_buffers())} - names)
-        if made:
-            raise Refused("model", f"its first forward makes a parameter or buffer ({made[0]})", "make it in the constructor")
+        if made := sorted(module.state_dict().keys() - names):
+            cure = "make it in the constructor; or persistent=False for a buffer that it can compute anew"
+            raise Refused("model", f"its first forward makes a parameter or buffer ({made[0]})", cure)
 
     def _go_on(self, first: Player, step: Step) -> Continued:
         """Save, and go on."""

@@ -155,8 +155,11 @@ def forget_loader_process() -> None:
 
 
 def shut_down_loader(steps: Any) -> None:
-    """End the processes of a DataLoader's iterator, as the iterator's __del__ does."""
+    """End the processes of a DataLoader's iterator, as the iterator's __del__ does, or by force."""
     steps._shutdown_workers()
+    for process in steps._workers:
+        if process.is_alive():  # it ignores SIGTERM
+            process.kill()
 
 
 def kill_loader(steps: Any) -> None:

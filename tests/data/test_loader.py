@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import multiprocessing
 import os
 import resource
@@ -194,7 +195,8 @@ def test_a_process_takes_the_open_files_that_it_may_have() -> None:
 def test_loader_processes_survive_a_signal_to_the_whole_group(signum: int) -> None:
     before = {other: signal.signal(other, lambda *_: None) for other in SIGNALS}
     try:
-        steps = loader(num_workers=2).train(0)
+        made = loader(num_workers=2)
+        steps = made.train(0)
         begun = [next(steps)]
         children = multiprocessing.active_children()
         assert len(children) == 2
@@ -205,10 +207,21 @@ def test_loader_processes_survive_a_signal_to_the_whole_group(signum: int) -> No
     finally:
         for other, handler in before.items():
             signal.signal(other, handler)
-    del steps
-    for child in children:  # and they end with their loader all the same
-        child.join(10)
-        assert child.exitcode == 0
+    made.close()
+    assert [child.exitcode for child in children] == [0, 0]  # they end all the same
+
+
+def test_processes_end_when_their_loader_is_closed_and_not_whenever_a_collection_comes() -> None:
+    """One that comes within an import would wait for a thread that waits for this import, and the processes would never end."""
+    made, others = loader(num_workers=2), set(multiprocessing.active_children())
+    next(made.train(0))
+    gc.collect()
+    first = set(multiprocessing.active_children()) - others
+    next(made.train(0))  # a run that goes back
+    second = set(multiprocessing.active_children()) - others
+    assert len(first) == len(second) == 2 and not first & second
+    made.close()
+    assert not set(multiprocessing.active_children()) - others
 
 
 def test_images_lie_in_memory_as_the_model_is_to_have_them() -> None:

@@ -499,6 +499,27 @@ class EpochMean(Classifier):
         self.losses.clear()
 
 
+class BeginsAnew(Classifier):
+    """Its hook at an epoch's start draws new weights of a layer, and resets a metric and a count."""
+
+    def __init__(self, net: nn.Module, optimizer: Any) -> None:
+        super().__init__(net, optimizer)
+        self.mean, self.num_steps = MeanMetric(), 0
+
+    def on_train_epoch_start(self) -> None:
+        nn.init.normal_(self.net[-1].weight, std=0.1)  # type: ignore[index,arg-type]
+        self.mean.reset()
+        self.num_steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        self.num_steps += 1
+        self.log("num_steps", float(self.num_steps))
+        self.log("mean", self.mean.compute())
+        return loss
+
+
 class CountsItself(Teacher):
     """An accuracy of its own, without self.log in a step: what it counts in an evaluation is its own affair."""
 

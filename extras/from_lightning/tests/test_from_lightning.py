@@ -249,6 +249,14 @@ def test_the_losses_of_an_epoch_in_a_list_outlive_a_kill_and_are_refused_on_seve
     assert "the module's list losses changes, and each process has its own" in two, two
 
 
+def test_the_start_of_an_epoch_changes_nothing_where_a_run_continues_within_the_epoch(tmp_path: Path) -> None:
+    own = [*RUN, f"task.module._target_={HERE}.BeginsAnew", *CASES["Classifier"], "checkpoint.every=2"]
+    assert command(*own, "launch.max_restarts=0", root=tmp_path, before=after_step(8, crash)).code != 0
+    assert_same_bits(finished(*own, root=tmp_path), ended := once(*own))
+    rows = [row for row in exact_rows(ended) if row["split"] == "train"]
+    assert [row["num_steps"] for row in rows] == [1, 2, 3, 4, 5] * 2
+
+
 @pytest.mark.slow
 def test_a_batch_that_only_some_processes_or_micro_batches_would_skip_is_refused(tmp_path: Path) -> None:
     whole = line("SkipsByContent")
