@@ -1,8 +1,10 @@
 """The configuration: what a run's identity depends on, what is frozen, what is printed, and sweeps."""
 
 import inspect
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,6 +35,17 @@ def run_id(*overrides: str) -> str:
     found = composed(*overrides)
     assert not found.problems
     return found.config["run"]["id"]
+
+
+def test_an_import_that_fails_late_names_its_cause_and_not_the_name_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"no module with {name}") from RuntimeError("an operator does not exist")
+
+    package: Any = ModuleType("late")
+    package.__getattr__, package.__dir__ = missing, lambda: ["Net"]
+    monkeypatch.setitem(sys.modules, "late", package)
+    with pytest.raises(ValueError, match=r"\(ModuleNotFoundError: no module with Net: an operator does not exist\)$"):
+        locate("late.Net")
 
 
 @pytest.mark.parametrize(("one", "other"), [

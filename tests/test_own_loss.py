@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,6 +162,15 @@ def test_inputs_in_a_list_or_a_tuple_are_the_arguments_of_the_model() -> None:
         assert OwnLoss(weight="samples", labels="labels", evaluates_in_training_mode=False)._call(
             lambda *given: given, inputs, 3
         ) == (1, 2, 3)
+
+
+def test_a_model_that_returns_no_number_is_refused_with_the_shape_of_what_it_returns() -> None:
+    task, context = (
+        OwnLoss(weight="samples", labels="labels", evaluates_in_training_mode=False),
+        SimpleNamespace(is_training=True),
+    )
+    with pytest.raises(TypeError, match=r"the model returns a tensor of shape \[4\], and no loss, in training"):
+        task.step(lambda inputs: inputs, SimpleNamespace(inputs=torch.ones(4), targets=None), context)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The hooks of a LightningModule as a part of the loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from extras.from_lightning.callbacks import remark
 from extras.from_lightning.driver import Driver, Validated, optimizers_of
 from extras.from_lightning.frozen import same_trained
-from extras.from_lightning.kept import lists_of, plain_attributes
+from extras.from_lightning.kept import lists_of, plain_attributes, unchanged
 from extras.from_lightning.logger import Logger
 from extras.from_lightning.module import has_own
 from extras.from_lightning.optimizers import configured_by, names_of_turns, order_of_steps
@@ -67,10 +67,10 @@ class Hooks:
         number, epoch = loop.step % self.steps_per_epoch, loop.step // self.steps_per_epoch
         if number == 0 or not self._has_begun:
             seed_generators(key(loop.seed, "on_train_epoch_start", epoch), devices=[loop.device])
-            with self._as_saved(loop.module) if number else nullcontext():  # the run continues within the epoch
+            with unchanged(loop.module, as_saved=True) if number else nullcontext():  # the run continues within the epoch
                 self._call(loop, "on_train_epoch_start", epoch=epoch)
-            seed_generators(key(loop.seed, "on_train_batch_start", loop.step), devices=[loop.device])
         self._has_begun = True
+        seed_generators(key(loop.seed, "on_train_batch_start", loop.step), devices=[loop.device])
         if self._call(loop, "on_train_batch_start", given=(None, number), epoch=epoch) == -1:
             raise Unfit("task: on_train_batch_start returns -1 (loop.stop() of a part; trainer.early_stopping)")
         self.driver.rates.begin_step()
@@ -178,7 +178,9 @@ class Hooks:
             found[f"metric.{name}._update_count"] = count
             for state, value in _synchronised(metric).items():
                 found[f"metric.{name}.{state}"] = value
-        found |= {f"attribute.{name}": value for name, value in self._changed_attributes()}
+        for name, value in plain_attributes(self._loop.module).items():
+            if value != self._initial.get(name, value if name in self._initial else None):
+                found[f"attribute.{name}"] = value
         found |= {f"list.{name}": value for name, value in self._changed_lists()}
         if has_own(self._loop.module, "on_save_checkpoint"):
             checkpoint = self._checkpoint()
@@ -210,27 +212,6 @@ class Hooks:
         self._show(validated)
         if has_own(self._loop.module, "on_load_checkpoint"):
             self._call(self._loop, "on_load_checkpoint", given=(checkpoint,))
-
-    @contextmanager
-    def _as_saved(self, module: Any) -> Iterator[None]:
-        """Restore, after the context, what a checkpoint holds of a module."""
-        saved, places = module.state_dict().keys(), (*module.named_parameters(), *module.named_buffers())
-        tensors = [(*name.rpartition("."), tensor, tensor.detach().clone()) for name, tensor in places if name in saved]
-        attributes, lists = [*self._changed_attributes()], {name: [*items] for name, items in lists_of(module).items()}
-        metrics = [(metric, metric._copy_state_dict(), metric._update_count) for metric in self._metrics.values()]
-        yield
-        for owner, _, name, tensor, value in tensors:
-            setattr(module.get_submodule(owner), name, tensor)
-            tensor.data.copy_(value)
-        for name, value in (*attributes, *(entry for entry in lists.items() if entry[1])):
-            setattr(module, name, value)
-        for metric, state, count in metrics:
-            metric.__dict__ |= {**state, "_update_count": count}
-
-    def _changed_attributes(self) -> Iterator[tuple[str, Any]]:
-        for name, value in plain_attributes(self._loop.module).items():
-            if value != self._initial.get(name, value if name in self._initial else None):
-                yield name, value
 
     def _changed_lists(self) -> Iterator[tuple[str, Any]]:
         """Yield the lists that have changed, as a checkpoint holds them. Unfit for one that on_train_epoch_end may read."""

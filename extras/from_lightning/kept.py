@@ -5,25 +5,38 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torchmetrics import Metric
 
 
 @contextmanager
-def unchanged(module: Any) -> Iterator[None]:
-    """Restore, after the context, a module's tensors, and the numbers, texts and lists among its own attributes."""
-    attributes, lists = plain_attributes(module), lists_of(module)
-    tensors = (*nn.Module.parameters(module), *nn.Module.buffers(module))
+def unchanged(module: Any, *, as_saved: bool = False) -> Iterator[None]:
+    """Restore, after the context, a module's tensors, and the numbers, texts and lists among its own attributes.
+
+    `as_saved`: restore what a checkpoint holds. This includes the states of metrics, and no buffer that is not persistent.
+    """
+    attributes, lists, saved = plain_attributes(module), lists_of(module), module.state_dict().keys() if as_saved else ()
+    buffers = [
+        (part, name, buffer)
+        for prefix, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if not as_saved or f"{prefix}.{name}".removeprefix(".") in saved
+    ]
+    tensors = (*nn.Module.parameters(module), *(buffer for _, _, buffer in buffers))
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    buffers = [(part, dict(part.named_buffers(recurse=False))) for part in module.modules()]
+    metrics = [part for part in module.modules() if as_saved and isinstance(part, Metric)]
+    states = [(metric, metric._copy_state_dict() | {"_update_count": metric._update_count}) for metric in metrics]
     yield
-    for part, own in buffers:
-        for name, buffer in own.items():
-            setattr(part, name, buffer)
+    for part, name, buffer in buffers:
+        setattr(part, name, buffer)
     for tensor, value in values:
         tensor.data.copy_(value)
     for name, attribute in attributes.items():
         setattr(module, name, attribute)
     for name, items in lists.items():
         getattr(module, name)[:] = items
+    for metric, state in states:
+        for name, value in state.items():
+            setattr(metric, name, value)
 
 
 def plain_attributes(module: Any) -> dict[str, Any]:

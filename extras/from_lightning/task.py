@@ -30,13 +30,13 @@ class Task:
     """Its training_step, validation_step and test_step; each returns a mean over the samples of its batch."""
 
     def __init__(self, module: Callable[[], Any]) -> None:
-        self._driver, self._make = Driver(FromTrainer()), module
-        self._driver.prepare = self._prepare
-        self.hooks = Hooks(self._driver, module)
+        self.driver, self._make = Driver(FromTrainer()), module
+        self.driver.prepare = self._prepare
+        self.hooks = Hooks(self.driver, module)
         self.parts = {"hooks": self.hooks}
 
     def step(self, call: Any, batch: Any, context: Any) -> dict[str, Any]:
-        driver, trainer, is_training = self._driver, self._driver.trainer, context.is_training
+        driver, trainer, is_training = self.driver, self.driver.trainer, context.is_training
         if is_training:  # a manual optimization counts the steps of each optimizer
             turn = driver.order.index(driver.turns.index(context.turn))
             trainer.global_step, trainer.current_epoch = context.step * len(driver.turns) + turn, context.epoch
@@ -84,7 +84,7 @@ class Task:
 
     def _is_skipped(self, found: Any) -> bool:
         """Return whether a training_step has returned None, in place of a loss, on all ranks. Unfit if only on some."""
-        driver = self._driver
+        driver = self.driver
         if not driver.module.automatic_optimization:
             return False
         is_skipped = isinstance(found, Mapping) and SKIPPED in found
@@ -103,27 +103,27 @@ class Task:
 
     def _drive(self, call: Any, method: str, batch: Any, context: Any) -> Any:
         try:
-            return call.drive(self._driver, method, _whole(batch), context.batch)
+            return call.drive(self.driver, method, _whole(batch), context.batch)
         except RuntimeError as error:
-            has_it = method != "training_step" and any(has_own(self._driver.module, one) for one in (method, "validation_step"))
-            if has_it or not self._driver.is_measuring or "require grad" not in str(error):
+            has_it = method != "training_step" and any(has_own(self.driver.module, one) for one in (method, "validation_step"))
+            if has_it or not self.driver.is_measuring or "require grad" not in str(error):
                 raise
             what = "its training_step differentiates, so it cannot stand for the validation_step that the module lacks"
             raise Unfit(f"task: {what} (a validation_step)") from error
 
     def predict(self, call: Any, batch: Any, context: Any) -> Any:
         """Return what the predict_step returns for a batch."""
-        self._driver.trainer.training, self._driver.trainer.predicting, self._driver.split = False, True, context.split
-        return call.drive(self._driver, "predict_step", _whole(batch), context.batch)
+        self.driver.trainer.training, self.driver.trainer.predicting, self.driver.split = False, True, context.split
+        return call.drive(self.driver, "predict_step", _whole(batch), context.batch)
 
     @property
     def source(self) -> Any:
         """What computes the loss, for messages."""
-        return getattr(self._driver.module, "training_step", None)
+        return getattr(self.driver.module, "training_step", None)
 
     def _loss(self, found: Any, context: Any) -> Any:
         """Return the loss of a step. None: an evaluation has returned and logged none."""
-        driver = self._driver
+        driver = self.driver
         if context.is_training and not driver.module.automatic_optimization:
             if driver.losses and not driver.is_done:
                 what = "training_step calls manual_backward, and steps no optimizer with it: is it to accumulate gradients?"
@@ -143,7 +143,7 @@ class Task:
 
     def _training_loss(self, call: Any, batch: Any, context: Any) -> Any:
         """Return the loss of the training_step on a batch of an evaluation; of several optimizers, the sum of their losses."""
-        driver = self._driver
+        driver = self.driver
         logged, metrics, is_padding = dict(driver.logged), dict(driver.metrics), driver.is_padding
         driver.is_padding = True  # its metrics are those of the training
         with unchanged(driver.module):
@@ -158,14 +158,14 @@ class Task:
 
     def _prepare(self) -> None:
         """Prepare for a training_step in mode=eval, which has no parts."""
-        prepare(self._driver, configured_by(self._make, max_epochs=1, num_steps=1), self._make)
+        prepare(self.driver, configured_by(self._make, max_epochs=1, num_steps=1), self._make)
 
     def _measured_loss(self, returned: Any, split: str) -> Any:
         """Return the loss of an evaluation's step: what it logs as the loss, what it returns, or the only name with this word.
 
         None: it is not clear. Lightning looks at nothing that such a step returns, so it may be anything.
         """
-        driver = self._driver
+        driver = self.driver
         values = {name: value for name, (value, _) in driver.logged.items()}
         values |= {name: metric._forward_cache for name, metric in driver.metrics.items()}
         named = [name for name, value in values.items() if "loss" in name and value is not None]
@@ -177,7 +177,7 @@ class Task:
 
     def measured(self, engine: Engine) -> dict[str, float]:
         """Call the hooks at the end of an evaluation; return what they log, and the values of metrics that were logged."""
-        driver = self._driver
+        driver = self.driver
         driver.logged.clear()
         driver.is_padding = False
         for metric in metrics_of(driver.module):  # also where no loop has begun
@@ -194,9 +194,9 @@ class Task:
 
     def _show_means(self, engine: Engine) -> None:
         """Let the hooks at the end of an evaluation read the means of what its steps have logged. Collective."""
-        if not any(has_own(self._driver.module, hook) for hook in _ENDS):
+        if not any(has_own(self.driver.module, hook) for hook in _ENDS):
             return
-        mine = {name: (float(total), weight) for name, (total, weight) in self._driver.totals.items()}
+        mine = {name: (float(total), weight) for name, (total, weight) in self.driver.totals.items()}
         of_ranks: list[Any] = [mine]
         if dist.is_initialized():  # a rank may have had no batch, and then no names
             of_ranks = [None] * dist.get_world_size(engine.data_group)
@@ -205,8 +205,8 @@ class Task:
         for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
             totals, weights = zip(*(of_rank[name] for of_rank in of_ranks if name in of_rank))
             means[name] = torch.tensor(sum(totals) / sum(weights))
-        self._driver.trainer.callback_metrics = Validated({**self._driver.trainer.callback_metrics, **means})
-        self._driver.totals.clear()
+        self.driver.trainer.callback_metrics = Validated({**self.driver.trainer.callback_metrics, **means})
+        self.driver.totals.clear()
 
 
 def _weighted(value: Any, count: int) -> tuple[Any, int]:

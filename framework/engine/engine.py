@@ -149,7 +149,9 @@ class Engine:
             return passes.evaluate(micro_batches, step, observe=self.is_counted)
 
         with torch.no_grad():
-            return self._counted(self.accumulate(step, passes.of(step), run))
+            sums = self._counted(self.accumulate(step, passes.of(step), run))
+        self.forward.at = ()
+        return sums
 
     def outputs(self, inputs: Tree) -> Tree:
         """Return the model's outputs for inputs that are the same on every rank, without gradients.
@@ -159,7 +161,9 @@ class Engine:
         if self.slice is not None:
             raise no_whole_outputs()
         with torch.no_grad():
-            return self._passes.outputs(inputs)
+            found = self._passes.outputs(inputs)
+        self.forward.at = ()
+        return found
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before scaling, shape ()."""

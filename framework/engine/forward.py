@@ -34,7 +34,7 @@ class Forward:
     autocast: torch.dtype | None
     observers: list[Observe] = field(default_factory=list)  # get the outputs of each micro-batch of an evaluation, on one rank
     current: MicroBatch | None = field(default=None, init=False)  # set before any part of its forward or its loss
-    _at: tuple[int | str, ...] = field(default=(), init=False)  # the key of the current micro-batch's random draws
+    at: tuple[int | str, ...] = field(default=(), init=False)  # the key of a pass's random draws; () between passes
     _num_calls: int = field(default=0, init=False)  # how often its step has called the model (0 without own calls)
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Forward:
     def seed_draws(self, *phase: str, step: int | None, micro_batch: int, turn: str = "") -> None:
         """Seed the model's random draws by step and micro-batch, not by rank. Step None: an evaluation."""
         at: tuple[int | str, ...] = ("forward", step, micro_batch) if step is not None else ("evaluation", micro_batch)
-        self._at, self._num_calls = (*at, *(("turn", turn) if turn else ()), *phase), 0
+        self.at, self._num_calls = (*at, *(("turn", turn) if turn else ()), *phase), 0
         self.reseed()
 
     @property
@@ -68,7 +68,7 @@ class Forward:
         """
 
         def seed_unit(*_: object, number: int, dropouts: Sequence[Any] | None) -> None:
-            if dropouts is None or any(layer.p for layer in dropouts):
+            if self.at and (dropouts is None or any(layer.p for layer in dropouts)):
                 self.reseed(number)
 
         layers = [only_dropouts(unit) if are_all else None for unit in units]  # before these hooks, which others could draw in
@@ -80,7 +80,7 @@ class Forward:
 
     def reseed(self, *unit: int) -> None:
         calls = ("call", self._num_calls) if self._num_calls > 1 else ()
-        seed_generators(key(self.seed, *self._at, *calls, *unit), devices=self.devices)
+        seed_generators(key(self.seed, *self.at, *calls, *unit), devices=self.devices)
 
     def __call__(self, model: Callable[..., Any], micro_batch: MicroBatch, *, measure: bool) -> tuple[Tensor, Sums]:
         """Return the sum of the losses, for the backward pass, and all sums, with `measure` also those of the metrics."""
@@ -151,7 +151,8 @@ class Forward:
         return step, _factor(scale, of_ranks, dist.all_reduce(of_ranks, async_op=True))
 
     def settle(self, module: nn.Module, sums: Sums, *, num_samples: int, among_ranks: bool) -> None:
-        """Divide the gradients by the weight of the loss, if only its result tells the weight. Collective."""
+        """End a step: divide the gradients by the weight of the loss, if only its result tells the weight. Collective."""
+        self.at = ()
         if self._weight is None:
             weigh_gradients(module, sums, num_samples=num_samples, among_ranks=among_ranks)
 

@@ -500,7 +500,7 @@ class EpochMean(Classifier):
 
 
 class BeginsAnew(Classifier):
-    """Its hook at an epoch's start draws new weights of a layer, and resets a metric and a count."""
+    """Its hook at an epoch's start draws new weights of a layer, and resets a metric and a count. A hook at each step draws."""
 
     def __init__(self, net: nn.Module, optimizer: Any) -> None:
         super().__init__(net, optimizer)
@@ -511,13 +511,16 @@ class BeginsAnew(Classifier):
         self.mean.reset()
         self.num_steps = 0
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drawn = torch.rand(()).item()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.mean.update(loss.detach())
         self.num_steps += 1
         self.log("num_steps", float(self.num_steps))
         self.log("mean", self.mean.compute())
-        return loss
+        return loss * (1.0 + self.drawn)
 
 
 class CountsItself(Teacher):
