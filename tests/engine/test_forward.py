@@ -71,6 +71,9 @@ def test_a_unit_s_draws_cost_one_seed_of_each_common_generator(monkeypatch: pyte
     made, unit = forward(), Drawing()
     made.key_draws([unit])
     unit(torch.zeros(()))
+    assert not counts  # somebody calls it between passes
+    made.at = ("forward", 0, 0)
+    unit(torch.zeros(()))
     assert counts == {"random.seed": 2, "numpy.random.seed": 2}  # before the unit, and after the last one
 
 
